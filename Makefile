@@ -1,0 +1,37 @@
+# make setup | demo | test | lint | bench | proto | clean        (README.md shows what each one does)
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+PROTOS := $(wildcard proto/sluice/v1/*.proto)
+NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
+
+.PHONY: setup proto native demo test lint bench clean
+setup: $(VENV)/.installed build/.native
+
+$(VENV)/.tools: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt grpcio-tools mypy-protobuf cmake ninja "setuptools>=77"
+	touch $@
+
+proto/gen/.built: $(PROTOS) $(VENV)/.tools
+	rm -rf proto/gen && mkdir -p proto/gen
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto/gen --grpc_python_out=proto/gen --mypy_out=quiet:proto/gen --mypy_grpc_out=quiet:proto/gen $(PROTOS)
+	touch proto/gen/sluice/__init__.py proto/gen/sluice/v1/__init__.py $@
+proto: proto/gen/.built
+
+$(VENV)/.installed: pyproject.toml constraints.txt proto/gen/.built
+	$(PIP) install -c constraints.txt -e '.[dev,build]'
+	touch $@
+
+build/.native: $(NATIVE) $(VENV)/.installed
+	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python > build.log 2>&1 || { cat build.log; exit 1; }
+	cmake --build build >> build.log 2>&1 || { cat build.log; exit 1; }
+	mv build.log build/build.log && touch $@
+native: build/.native
+
+clean:
+	rm -rf build proto/gen $(VENV) run *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,250 @@
+"""The one configuration file, ``sluice.yaml``: every process of a deployment reads the same one.
+
+Unknown keys and values outside their legal range are refused at start with the field's path, the value and what is
+legal. Settings of MemFabric and MemCache are derived from it. Sizes in bytes accept ``"512MiB"``-style strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+PROTOCOLS = ("sdma", "device_rdma", "device_urma")
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the text names the field's path, its value and the legal values."""
+
+
+def parse_bytes(value: object) -> object:
+    """``"64MiB"`` -> 67108864; anything that is not such a string is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write a number of bytes or a number with KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    path: str = Field(description="Hugging Face checkpoint directory (config.json, safetensors, optionally tokenizer)")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    name: str | None = Field(None, description="name in the OpenAI API; the directory's name if absent")
+    max_model_len: Positive | None = Field(None, description="tokens; the checkpoint's max_position_embeddings if absent")
+
+
+class KvSection(Section):
+    block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per block, equal on both sides")
+
+
+class HostcannSection(Section):
+    """The emulated Ascend driver; ignored on machines with a real one."""
+
+    chip: str = Field("Ascend910_9382", description="what aclrtGetSocName answers; Ascend910_9382 behaves as A3")
+    devices: Positive | None = Field(None, description="emulated devices; one per worker process if absent")
+    hbm_bytes: Bytes = Field(1 << 30, description="memory of each emulated device")
+    root: str | None = Field(None, description="folder for device memory; below /dev/shm if absent")
+
+
+class PrefillSection(Section):
+    groups: Positive = 1
+    tp: Positive = 1
+    shared_buffers: Positive = Field(2, description="B: layer buffers shared round-robin by all non-independent layers")
+    independent_layers: list[int] | Literal["all"] = Field([0], description="layers with a buffer of their own")
+    max_tokens_per_step: Positive = Field(512, description="token budget of one prefill step, over all its requests")
+    max_requests: Positive = Field(16, description="requests computed together in one group")
+    max_waiting: Positive = Field(256, description="requests queued in one group; further ones are refused with 429")
+    kv_blocks: Positive | None = Field(None, description="blocks of each layer buffer; from the HBM size if absent")
+    threads: Positive = Field(1, description="compute threads per worker process")
+
+
+class DecodeSection(Section):
+    groups: Positive = 1
+    dp: Positive = Field(1, description="data-parallel replicas per group, each with its own host pool")
+    tp: Positive = 1
+    hot_tokens: Positive = Field(128, description="hot-buffer tokens per request and layer, at least index_topk")
+    host_pool_bytes: Bytes = Field(256 << 20, description="main-KV host memory per DP rank, over all layers")
+    max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
+    max_waiting: Positive = Field(256, description="requests waiting for blocks per DP rank; further ones get 429")
+    threads: Positive = Field(1, description="compute threads per worker process")
+
+
+class TransferSection(Section):
+    protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(_lower)] = "sdma"
+    lease_s: Seconds = Field(30.0, description="longest time prefill holds a buffer for one reader")
+    read_timeout_s: Seconds = Field(10.0, description="deadline of one batched MemFabric read; below lease_s")
+    handshake_timeout_s: Seconds = Field(20.0, description="deadline of opening a link to a new peer")
+    store_port: Port = Field(0, description="MemFabric config store; 0 = a free port")
+
+
+class PoolSection(Section):
+    dram_bytes: Bytes = Field(256 << 20, description="MemCache memory given by each prefill worker process")
+    meta_port: Port = 0
+    config_port: Port = 0
+    metrics_port: Port = 0
+    timeout_s: Seconds = Field(20.0, description="deadline of one pool operation")
+
+
+class HttpSection(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+
+
+class GrpcSection(Section):
+    host: str = "127.0.0.1"
+    port: Port = 50051
+
+
+class RuntimeSection(Section):
+    host: str = Field("127.0.0.1", description="address by which worker processes of this machine are reached")
+    run_dir: str | None = Field(None, description="logs and sockets of one run; a new folder below /tmp if absent")
+    startup_timeout_s: Seconds = 300.0
+    heartbeat_s: Seconds = 1.0
+    lost_after_s: Seconds = Field(10.0, description="a worker silent for this long is lost")
+    collective_timeout_s: Seconds = Field(120.0, description="longest wait of one rank for the others")
+    request_timeout_s: Seconds = Field(600.0, description="longest life of one request")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class SluiceConfig(Section):
+    model: ModelSection
+    kv: KvSection = KvSection()
+    hostcann: HostcannSection = HostcannSection()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    transfer: TransferSection = TransferSection()
+    pool: PoolSection = PoolSection()
+    http: HttpSection = HttpSection()
+    grpc: GrpcSection = GrpcSection()
+    runtime: RuntimeSection = RuntimeSection()
+
+    @model_validator(mode="after")
+    def _sides_fit(self) -> SluiceConfig:
+        p, d, bs = self.prefill, self.decode, self.kv.block_size
+        if p.tp % d.tp:
+            legal = [t for t in range(1, p.tp + 1) if p.tp % t == 0]
+            raise ValueError(f"prefill.tp = {p.tp} must be a multiple of decode.tp = {d.tp}; legal decode.tp: {legal}")
+        if d.hot_tokens % bs:
+            raise ValueError(f"decode.hot_tokens = {d.hot_tokens} must be a multiple of kv.block_size = {bs}")
+        if p.max_tokens_per_step < bs:
+            raise ValueError(
+                f"prefill.max_tokens_per_step = {p.max_tokens_per_step} must be at least kv.block_size = {bs}"
+            )
+        if self.transfer.read_timeout_s >= self.transfer.lease_s:
+            raise ValueError(
+                f"transfer.read_timeout_s = {self.transfer.read_timeout_s} must be below "
+                f"transfer.lease_s = {self.transfer.lease_s}"
+            )
+        need = self.worker_count
+        if self.hostcann.devices is not None and self.hostcann.devices < need:
+            raise ValueError(f"hostcann.devices = {self.hostcann.devices}, but the worker processes need {need}")
+        return self
+
+    @property
+    def worker_count(self) -> int:
+        """Worker processes of the deployment = devices needed."""
+        return self.prefill.groups * self.prefill.tp + self.decode.groups * self.decode.dp * self.decode.tp
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name or Path(self.model.path).resolve().name
+
+    def prefill_device(self, group: int, tp_rank: int) -> int:
+        """Device of a prefill worker: prefill groups come first, then decode groups."""
+        return group * self.prefill.tp + tp_rank
+
+    def decode_device(self, group: int, dp_rank: int, tp_rank: int) -> int:
+        first = self.prefill.groups * self.prefill.tp
+        return first + (group * self.decode.dp + dp_rank) * self.decode.tp + tp_rank
+
+
+def _set_path(tree: dict[str, Any], dotted: str, value: object) -> None:
+    keys = dotted.split(".")
+    for depth, key in enumerate(keys[:-1]):
+        child = tree.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {dotted}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        tree = child
+    tree[keys[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "config"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{path}: unknown key; legal keys: {', '.join(_legal_keys(item['loc'][:-1]))}")
+        elif item["type"] == "missing":
+            lines.append(f"{path}: required, but not given")
+        elif path == "config":
+            lines.append(item["msg"].removeprefix("Value error, "))
+        else:
+            lines.append(f"{path} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
+def _legal_keys(path: Sequence[object]) -> list[str]:
+    section: type[BaseModel] = SluiceConfig
+    for key in path:
+        annotation = section.model_fields[str(key)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return sorted(section.model_fields)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig:
+    """Reads a YAML file, applies ``key.path=value`` overrides (values are YAML), validates.
+
+    A relative ``model.path`` in the file is taken from the file's folder, one in an override from the current folder.
+    Raises ConfigError.
+    """
+    file = Path(path)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as YAML: {error}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: must be a mapping of sections, not a {type(tree).__name__}")
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        model["path"] = str((file.parent / model["path"]).resolve())
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"--set {override!r}: write it as key.path=value")
+        try:
+            _set_path(tree, key.strip(), yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from None
+    return build_config(tree)
+
+
+def build_config(tree: Mapping[str, Any]) -> SluiceConfig:
+    """Validates a tree of sections. Raises ConfigError."""
+    try:
+        return SluiceConfig.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
