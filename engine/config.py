@@ -50,7 +50,7 @@ class ModelSection(Section):
     path: str = Field(description="Hugging Face checkpoint directory (config.json, safetensors, optionally tokenizer)")
     dtype: Literal["float32", "bfloat16"] = "float32"
     name: str | None = Field(None, description="name in the OpenAI API; the directory's name if absent")
-    max_model_len: Positive | None = Field(None, description="tokens; the checkpoint's max_position_embeddings if absent")
+    max_model_len: Positive | None = Field(None, description="tokens; the checkpoint's own limit if absent")
 
 
 class KvSection(Section):

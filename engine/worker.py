@@ -1,0 +1,140 @@
+"""What every worker process serves and does besides computing: health, status, registration, heartbeats, clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from sluice.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+from engine.config import SluiceConfig
+
+log = logging.getLogger(__name__)
+WORKER_SERVICE = "sluice.v1.WorkerService"
+MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 1M token ids is about 3 MiB on the wire
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class _WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+
+    async def GetWorkerStatus(
+        self, request: worker_pb2.GetWorkerStatusRequest, context: object
+    ) -> worker_pb2.GetWorkerStatusResponse:
+        return worker_pb2.GetWorkerStatusResponse(info=self._process.info, status=self._process.status())
+
+
+class WorkerProcess:
+    """One worker process towards the rest of the deployment.
+
+    Health is NOT_SERVING for "" and for every service until `set_ready`, and again from the moment a stop begins
+    (test_not_serving_until_ready). The process stays registered: when the meta server does not know it (it was
+    restarted), it registers again. A refused registration ends the process, because it can never serve.
+    """
+
+    def __init__(
+        self, config: SluiceConfig, info: registry_pb2.WorkerInfo, status: Callable[[], common_pb2.WorkerStatus]
+    ) -> None:
+        """`info.grpc_address` is filled in by `start`. `status` is called on the event loop and must not block."""
+        self.config = config
+        self.info = info
+        self._status = status
+        self._ready = False
+        self._stop = asyncio.Event()
+        self.failure: str | None = None  # why the process ends with status 1
+        self._server = grpc.aio.server(options=GRPC_OPTIONS)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._services: list[str] = ["", WORKER_SERVICE]
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    def status(self) -> common_pb2.WorkerStatus:
+        status = self._status()
+        status.ready = self._ready and not self._stop.is_set()
+        return status
+
+    async def start(self, add_services: Callable[[grpc.aio.Server], Sequence[str]] | None = None) -> None:
+        """Listens on a free port and begins to register. `add_services` adds servicers, returns their full names."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(_WorkerService(self), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if add_services is not None:
+            self._services.extend(add_services(self._server))
+        names = [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        host = self.config.runtime.host
+        port = self._server.add_insecure_port(f"{host}:0")
+        self.info.grpc_address = f"{host}:{port}"
+        await self._server.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._heartbeat = asyncio.create_task(self._stay_registered())
+
+    async def set_ready(self) -> None:
+        """Called once, when requests can be served."""
+        self._ready = True
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def fail(self, reason: str) -> None:
+        """Ends the process with exit status 1. May be called from any thread through `loop.call_soon_threadsafe`."""
+        if self.failure is None:
+            self.failure = reason
+            log.error("%s: %s", self.info.worker_id, reason)
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Waits for SIGTERM, SIGINT or `fail`; then NOT_SERVING. Returns the exit status."""
+        await self._stop.wait()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        return 0 if self.failure is None else 1
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Leaves the registry and closes the server; running calls get `grace_s` seconds."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._heartbeat
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with self._meta_channel() as channel:
+                request = registry_pb2.LeaveRequest(worker_id=self.info.worker_id, epoch=self.info.epoch)
+                await registry_pb2_grpc.RegistryServiceStub(channel).Leave(request, timeout=1.0)
+        await self._server.stop(grace_s)
+
+    async def _set_health(self, status: int) -> None:
+        for name in self._services:
+            await self._health.set(name, status)
+
+    def _meta_channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(f"{self.config.grpc.host}:{self.config.grpc.port}", options=GRPC_OPTIONS)
+
+    async def _stay_registered(self) -> None:
+        period = self.config.runtime.heartbeat_s
+        registered = False
+        async with self._meta_channel() as channel:
+            stub = registry_pb2_grpc.RegistryServiceStub(channel)
+            while True:
+                try:
+                    if not registered:
+                        await stub.Register(registry_pb2.RegisterRequest(info=self.info), timeout=5.0)
+                        registered = True
+                    beat = registry_pb2.HeartbeatRequest(
+                        worker_id=self.info.worker_id, epoch=self.info.epoch, status=self.status()
+                    )
+                    registered = (await stub.Heartbeat(beat, timeout=5.0)).known
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                        self.fail(f"the meta server refuses this worker: {error.details()}")
+                        return
+                    log.warning("%s: the meta server does not answer: %s", self.info.worker_id, error.details())
+                await asyncio.sleep(period if registered else min(period, 0.5))
