@@ -1,0 +1,141 @@
+"""The command ``sluice``. Imports no torch, so that it answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from engine.config import ConfigError, SluiceConfig, load_config
+
+app = typer.Typer(
+    help="Serve sparse-attention LLMs with separate prefill and decode nodes and almost all KV cache off the device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_DEFAULT_CONFIG = Path("deploy/configs/local.yaml")
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The deployment's sluice.yaml.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: key.path=value. Repeatable.")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="gRPC host:port of the meta server; from the config if absent.")
+]
+
+
+@app.command()
+def up(
+    config: ConfigOption = _DEFAULT_CONFIG,
+    set_: SetOption = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory, instead of model.path.")] = None,
+) -> None:
+    """Start a deployment in the foreground; SIGTERM or Ctrl-C ends it."""
+    from deploy.launcher import up as launch
+
+    raise typer.Exit(launch(_load(config, set_, model), Console()))
+
+
+@app.command()
+def status(
+    config: ConfigOption = _DEFAULT_CONFIG,
+    set_: SetOption = None,
+    address: AddressOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, field names as in proto/sluice/v1.")] = False,
+) -> None:
+    """Show workers, topology, pools and requests in flight of a running deployment."""
+    from deploy.client import Client
+    from deploy.status_view import status_as_json, status_view
+
+    with Client(_address(config, set_, address)) as client:
+        snapshot = client.status()
+    if as_json:
+        print(json.dumps(status_as_json(snapshot), indent=2))
+    else:
+        Console().print(status_view(snapshot))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text; '-' reads standard input.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
+    config: ConfigOption = _DEFAULT_CONFIG,
+    set_: SetOption = None,
+    address: AddressOption = None,
+) -> None:
+    """Send one prompt to a running deployment and stream the completion."""
+    from sluice.v1 import client_pb2, common_pb2
+
+    from deploy.client import Client
+    from deploy.generate_view import stream_completion
+
+    request = client_pb2.GenerateRequest(
+        sampling=common_pb2.SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed
+        )
+    )
+    if (prompt is None) == (tokens is None):
+        raise ConfigError("give either --prompt TEXT or --tokens 1,2,3")
+    if tokens is not None:
+        request.tokens.ids.extend(_token_ids(tokens))
+    else:
+        request.text = sys.stdin.read() if prompt == "-" else str(prompt)
+    with Client(_address(config, set_, address)) as client:
+        stream_completion(client.generate(request), sys.stdout, sys.stderr)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        ids = []
+    if not ids or not all(0 <= token < 1 << 32 for token in ids):
+        raise ConfigError(f"--tokens {text!r}: write token ids as 1,2,3")
+    return ids
+
+
+def _load(config: Path, overrides: list[str] | None, model: Path | None = None) -> SluiceConfig:
+    chosen = [*(overrides or []), *([f"model.path={json.dumps(str(model))}"] if model else [])]
+    return load_config(config, chosen)
+
+
+def _address(config: Path, overrides: list[str] | None, address: str | None) -> str:
+    if address is not None:
+        return address
+    from deploy.resolve import reachable
+
+    grpc = _load(config, overrides).grpc
+    if not grpc.port:
+        raise ConfigError("grpc.port = 0 says nothing about where the deployment listens; give --address HOST:PORT")
+    return f"{reachable(grpc.host)}:{grpc.port}"
+
+
+def main() -> None:
+    """Entry point: every expected failure is one message on standard error and exit status 1 (2 for a bad config)."""
+    from deploy.client import ClientError
+    from deploy.launcher import StartFailed
+
+    try:
+        app()
+    except ConfigError as error:
+        sys.exit(_fail(str(error), 2))
+    except (StartFailed, ClientError) as error:
+        sys.exit(_fail(str(error), 1))
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(130)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"sluice: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Calls to a running deployment over its client API (gRPC), with errors meant for users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+from sluice.v1 import client_pb2, client_pb2_grpc
+
+_MAX_MESSAGE = 64 << 20
+
+
+class ClientError(Exception):
+    """The deployment refused, failed, or cannot be reached; the text is for users."""
+
+
+class Client:
+    """One connection to a meta server. Every call has a deadline."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        limits = [("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.max_send_message_length", _MAX_MESSAGE)]
+        self._channel = grpc.insecure_channel(address, options=[*limits, ("grpc.enable_http_proxy", 0)])
+        self._stub = client_pb2_grpc.SluiceServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def status(self, timeout_s: float = 10.0) -> client_pb2.GetStatusResponse:
+        """A snapshot of the deployment. Raises ClientError."""
+        try:
+            return self._stub.GetStatus(client_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._explain(error) from None
+
+    def generate(
+        self, request: client_pb2.GenerateRequest, timeout_s: float = 600.0
+    ) -> Iterator[client_pb2.GenerateResponse]:
+        """Streams one completion; leaving the iterator early cancels the request. Raises ClientError."""
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._explain(error) from None
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]
+
+    def _explain(self, error: grpc.RpcError) -> ClientError:
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNAVAILABLE and "onnect" in details:
+            return ClientError(f"no deployment answers at {self.address}; start one with: sluice up --config FILE")
+        return ClientError(f"{code.name}: {details}")

@@ -1,0 +1,152 @@
+"""``sluice up``: starts every process of one deployment in the foreground and ends them all.
+
+1. resolve the configuration (deploy/resolve.py) and sweep what dead deployments left in shared memory;
+2. start the wheels' services and the meta server, wait until they listen;
+3. start the workers, show their progress, wait until the meta server reports all of them ready;
+4. print ``sluice ready`` and watch: a worker's death is logged, the meta server's ends the deployment;
+5. on SIGTERM or Ctrl-C end everything: meta server, workers, services, each with its own deadline, 15 s in all.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+
+from deploy import processes
+from deploy.client import Client, ClientError
+from deploy.ports import can_connect
+from deploy.progress import Progress
+from deploy.resolve import Run, resolved
+from deploy.supervisor import ChildDied, Supervisor, obituary
+from engine.config import SluiceConfig
+
+_POLL_S = 0.1
+_STOP_PHASES = (
+    ((processes.META_SERVER,), 4.0),
+    (("prefill-", "decode-"), 5.0),
+    (("memfabric-store", "memcache-meta"), 2.0),
+)
+"""Who is asked to stop when, and how long it may take. Their sum leaves time to kill the rest within 15 s."""
+
+
+class StartFailed(Exception):
+    """The deployment did not become ready; the text says which process failed and why."""
+
+
+class _Stopped(Exception):
+    """A signal asked the launcher to end."""
+
+
+class _Signals:
+    """SIGTERM and SIGINT. The first one asks for a clean end; a further one does not wait for it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+    def sleep(self, seconds: float) -> None:
+        """Waits. Raises _Stopped once a signal has come."""
+        deadline = time.monotonic() + seconds
+        while not self.count and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_S))
+        if self.count:
+            raise _Stopped
+
+
+def up(config: SluiceConfig, console: Console) -> int:
+    """Runs the deployment until a signal ends it. Returns the exit status.
+
+    Raises ConfigError before anything is started, StartFailed when it did not become ready.
+    """
+    signals = _Signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signals)
+    with resolved(config) as run, _supervised(console) as supervisor:
+        console.print(f"run folder {run.run_dir}", markup=False, soft_wrap=True)
+        try:
+            _start(run, supervisor, signals, console)
+            console.print(f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, soft_wrap=True)
+            return _watch(supervisor, signals, console)
+        except _Stopped:
+            return 0
+        except ChildDied as death:
+            raise StartFailed(f"the deployment did not start\n{death}") from None
+
+
+@contextmanager
+def _supervised(console: Console) -> Iterator[Supervisor]:
+    supervisor = Supervisor()
+    try:
+        yield supervisor
+    finally:
+        console.print("stopping", markup=False)
+        try:
+            killed = supervisor.stop(_STOP_PHASES)
+        except KeyboardInterrupt:
+            killed = supervisor.kill()
+        if killed:
+            console.print(f"had to kill: {', '.join(killed)}", markup=False)
+        console.print("stopped", markup=False)
+
+
+def _start(run: Run, supervisor: Supervisor, signals: _Signals, console: Console) -> None:
+    deadline = time.monotonic() + run.config.runtime.startup_timeout_s
+    with Progress(console) as progress:
+        runtime, transfer, pool = run.config.runtime, run.config.transfer, run.config.pool
+        listening = {
+            "memfabric-store": (runtime.host, transfer.store_port),
+            "memcache-meta": (runtime.host, pool.config_port),
+            processes.META_SERVER: (run.grpc_host, run.config.grpc.port),
+        }
+        supervisor.start([*processes.store_services(run), processes.meta_server(run)])
+        for name, (host, port) in listening.items():
+            progress.update(name, "starting")
+            while not can_connect(host, port):
+                _step(supervisor, signals, deadline, progress)
+            progress.update(name, "ready")
+        specs = processes.workers(run)
+        supervisor.start(specs)
+        for spec in specs:
+            progress.update(spec.name, "starting")
+        with Client(run.grpc_address) as client:
+            while not _all_ready(client, len(specs), progress):
+                _step(supervisor, signals, deadline, progress)
+
+
+def _step(supervisor: Supervisor, signals: _Signals, deadline: float, progress: Progress) -> None:
+    signals.sleep(_POLL_S)
+    supervisor.check()
+    if time.monotonic() > deadline:
+        raise StartFailed(f"not ready within runtime.startup_timeout_s; {progress.waiting_for()}")
+
+
+def _all_ready(client: Client, expected: int, progress: Progress) -> bool:
+    try:
+        status = client.status(timeout_s=5.0)
+    except ClientError:
+        return False
+    ready = 0
+    for worker in status.workers:
+        state = worker.status.detail or worker.health if worker.health != "ready" else "ready"
+        progress.update(worker.info.worker_id, state)
+        ready += worker.health == "ready"
+    return status.ready and ready == expected
+
+
+def _watch(supervisor: Supervisor, signals: _Signals, console: Console) -> int:
+    while True:
+        signals.sleep(_POLL_S)
+        for child in supervisor.deaths():
+            console.print(obituary(child), markup=False, soft_wrap=True)
+            if child.spec.name == processes.META_SERVER:
+                console.print("the deployment cannot go on without its meta server", markup=False)
+                return 1

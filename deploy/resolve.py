@@ -1,0 +1,150 @@
+"""From the file a user wrote to the file every process of one run reads: ports, folders and devices filled in."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from deploy.device_root import DeviceRoot, default_parent, sweep_dead
+from deploy.ports import PortChooser
+from engine.config import ConfigError, SluiceConfig
+from engine.config_check import check_against_model
+from engine.model.config import ModelConfig
+from engine.model.config_reader import ModelConfigError
+
+_LONGEST_SOCKET_NAME = 48
+"""Room for a socket's file name below run_dir: Unix socket paths are limited to 107 bytes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a deployment. `config` has no open field left; `config_file` is its copy for the processes."""
+
+    config: SluiceConfig
+    config_file: Path
+    run_dir: Path
+    device_root: Path
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run_dir / "logs"
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{reachable(self.config.http.host)}:{self.config.http.port}"
+
+    @property
+    def grpc_host(self) -> str:
+        return reachable(self.config.grpc.host)
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.grpc_host}:{self.config.grpc.port}"
+
+
+def reachable(host: str) -> str:
+    """An address by which this machine reaches a server that listens on `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def check(config: SluiceConfig) -> None:
+    """Checks the configuration against the checkpoint it names. Raises ConfigError."""
+    try:
+        check_against_model(config, ModelConfig.from_dir(config.model.path))
+    except ModelConfigError as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+@contextlib.contextmanager
+def resolved(config: SluiceConfig) -> Iterator[Run]:
+    """Creates the run's folders, fills in what is open, writes the file. Everything temporary is gone afterwards.
+
+    A run folder named by `runtime.run_dir` stays (logs); one made here is removed unless the run ended in an error.
+    Raises ConfigError: does not fit the checkpoint, a port or folder is in use.
+    """
+    check(config)
+    parent = default_parent()
+    sweep_dead(parent)
+    with _run_dir(config) as run_dir, _device_root(config, parent) as device_root:
+        filled = _fill(config, run_dir, device_root)
+        config_file = run_dir / "sluice.yaml"
+        config_file.write_text(yaml.safe_dump(filled.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        (run_dir / "logs").mkdir(exist_ok=True)
+        for stale in run_dir.glob("*.rendezvous"):  # of an earlier run in the same folder
+            stale.unlink()
+        yield Run(filled, config_file, run_dir, device_root)
+
+
+def _fill(config: SluiceConfig, run_dir: Path, device_root: Path) -> SluiceConfig:
+    ports = PortChooser()
+    local = config.runtime.host
+
+    def port(section: str, field: str, host: str) -> dict[str, int]:
+        wanted = int(getattr(getattr(config, section), field))
+        return {field: ports.choose(f"{section}.{field}", host, wanted)}
+
+    http, grpc = port("http", "port", config.http.host), port("grpc", "port", config.grpc.host)
+    pool = port("pool", "meta_port", local) | port("pool", "config_port", local) | port("pool", "metrics_port", local)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"path": str(Path(config.model.path).resolve()), "name": config.model_name}
+            ),
+            "hostcann": config.hostcann.model_copy(
+                update={"root": str(device_root), "devices": config.hostcann.devices or config.worker_count}
+            ),
+            "transfer": config.transfer.model_copy(update=port("transfer", "store_port", local)),
+            "pool": config.pool.model_copy(update=pool),
+            "http": config.http.model_copy(update=http),
+            "grpc": config.grpc.model_copy(update=grpc),
+            "runtime": config.runtime.model_copy(update={"run_dir": str(run_dir)}),
+        }
+    )
+
+
+@contextlib.contextmanager
+def _run_dir(config: SluiceConfig) -> Iterator[Path]:
+    if config.runtime.run_dir is None:
+        temporary = Path(tempfile.mkdtemp(prefix="sluice-"))
+        yield temporary
+        shutil.rmtree(temporary, ignore_errors=True)  # not reached after an error: the logs stay
+        return
+    path = Path(config.runtime.run_dir).resolve()
+    if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME > 107:
+        raise ConfigError(f"runtime.run_dir = {str(path)!r}: too long for the sockets in it; use at most 59 bytes")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"runtime.run_dir = {str(path)!r}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    except BlockingIOError:
+        raise ConfigError(f"runtime.run_dir = {str(path)!r}: used by another running deployment") from None
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _device_root(config: SluiceConfig, parent: Path) -> Iterator[Path]:
+    path = Path(config.hostcann.root).resolve() if config.hostcann.root else parent / secrets.token_hex(4)
+    try:
+        root = DeviceRoot(path)
+    except BlockingIOError:
+        raise ConfigError(f"hostcann.root = {str(path)!r}: used by another running deployment") from None
+    except OSError as error:
+        raise ConfigError(f"hostcann.root = {str(path)!r}: {error.strerror}") from None
+    try:
+        yield path
+    finally:
+        root.close()
