@@ -1,0 +1,97 @@
+"""What rank 0 of a prefill group tells its ranks, and what they report back. Plain data: pickled between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sluice.v1 import worker_pb2
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of one prompt computed in one step.
+
+    Invariants: `start` is a multiple of the block size, and so is `end` unless it ends the prompt; hence a block
+    is written in exactly one step. `main_blocks` and `indexer_blocks` cover the whole prompt, in position order.
+    """
+
+    request_id: str
+    start: int  # first position computed in this step
+    tokens: tuple[int, ...]  # token ids of positions [start, end)
+    prompt_tokens: int
+    main_blocks: tuple[int, ...]
+    indexer_blocks: tuple[int, ...]
+    pool_objects: tuple[int, ...] = ()  # pool addresses of blocks [0, start / block size), where rows must be reloaded
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends with this chunk."""
+        return self.end == self.prompt_tokens
+
+    def written_blocks(self, block_size: int) -> range:
+        """Indices, within the request, of the blocks this chunk writes."""
+        return range(self.start // block_size, -(-self.end // block_size))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One forward pass over several requests' chunks, packed in this order."""
+
+    number: int  # ascending, from 1
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class OpenLink:
+    """Open (or find) this rank's link to the request's destination; answered by `LinkOpened`."""
+
+    request_id: str
+    destination: worker_pb2.Destination
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget these requests: nothing more is computed or sent for them."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process."""
+
+
+Command = StepPlan | OpenLink | Drop | Stop
+
+
+@dataclass(frozen=True)
+class LinkOpened:
+    request_id: str
+    error: str = ""  # empty = open
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The rank has run step `number`; `errors` (request id -> cause) are of requests that cannot go on."""
+
+    number: int
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RequestErrors:
+    """Errors found outside a step, for example a destination that was lost afterwards."""
+
+    errors: Mapping[str, str]
+
+
+Report = LinkOpened | StepDone | RequestErrors

@@ -1,0 +1,207 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv_cache import CacheSpec, KVCacheManager
+from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler, RefusalReason, Refused, share_budget
+
+BLOCK = 4
+
+
+def make_scheduler(blocks=32, budget=16, max_requests=4, max_waiting=8, max_prompt=1000):
+    spec = CacheSpec(BLOCK, blocks)
+    cache = KVCacheManager({"main": spec, "indexer": spec})
+    return PrefillScheduler(cache, Limits(BLOCK, budget, max_requests, max_waiting, max_prompt)), cache
+
+
+def job(request_id, tokens, deadline=1000.0, start_by=1000.0):
+    return PrefillJob(request_id, tuple(range(tokens)), deadline, start_by)
+
+
+def submit(scheduler, request_id, tokens, **times):
+    scheduler.submit(job(request_id, tokens, **times))
+    scheduler.set_linked(request_id)
+
+
+def used(cache):
+    return {name: usage.used for name, usage in cache.usage().items()}
+
+
+def run(scheduler):
+    """Runs to the end; returns per step the (request, start, end) of its chunks."""
+    steps = []
+    while (plan := scheduler.schedule()) is not None:
+        steps.append([(chunk.request_id, chunk.start, chunk.end) for chunk in plan.chunks])
+        scheduler.complete(plan)
+    return steps
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 16, 17, 31])
+def test_a_prompt_is_computed_exactly_once_in_chunks_of_whole_blocks(tokens):
+    scheduler, cache = make_scheduler()
+    submit(scheduler, "a", tokens)
+    chunks = [chunk for step in run(scheduler) for chunk in step]
+    assert [start for _, start, _ in chunks] == [0, *(end for _, _, end in chunks[:-1])]
+    assert chunks[-1][2] == tokens
+    assert all(start % BLOCK == 0 for _, start, _ in chunks)
+    assert used(cache) == {"main": 0, "indexer": 0}
+
+
+def test_several_requests_share_a_step_fairly():
+    scheduler, _ = make_scheduler(budget=16)
+    submit(scheduler, "long", 100)
+    submit(scheduler, "short", 5)
+    assert run(scheduler)[0] == [("long", 0, 8), ("short", 0, 5)]
+
+
+def test_what_fair_shares_leave_over_goes_to_the_first():
+    assert share_budget([100, 3, 3], 16, BLOCK) == [8, 3, 3]
+    assert share_budget([100, 100], 16, BLOCK) == [8, 8]
+    assert share_budget([2, 100], 16, BLOCK) == [2, 12]
+    assert share_budget([100] * 6, 16, BLOCK) == [4, 4, 4, 4, 0, 0]
+    assert share_budget([], 16, BLOCK) == []
+
+
+@given(needs=st.lists(st.integers(1, 60), min_size=1, max_size=9), budget=st.integers(BLOCK, 64))
+def test_shares_stay_within_the_budget_and_always_progress(needs, budget):
+    shares = share_budget(needs, budget, BLOCK)
+    assert 0 < sum(shares) <= budget
+    assert all(share == need or share % BLOCK == 0 for share, need in zip(shares, needs, strict=True))
+    assert all(share <= need for share, need in zip(shares, needs, strict=True))
+
+
+def test_all_or_nothing_allocation():
+    scheduler, cache = make_scheduler(blocks=8)
+    submit(scheduler, "a", 20)  # 5 blocks
+    submit(scheduler, "b", 16)  # 4 blocks: 3 are free
+    plan = scheduler.schedule()
+    assert [chunk.request_id for chunk in plan.chunks] == ["a"]
+    assert used(cache) == {"main": 5, "indexer": 5}
+    scheduler.complete(plan)
+    assert run(scheduler)[-1][-1] == ("b", 0, 16)
+
+
+def test_requests_waiting_for_blocks_are_not_overtaken():
+    scheduler, _ = make_scheduler(blocks=8)
+    submit(scheduler, "a", 20)
+    submit(scheduler, "b", 32)
+    submit(scheduler, "c", 4)
+    order = [chunk[0] for step in run(scheduler) for chunk in step]
+    assert order.index("b") < order.index("c")
+
+
+def test_a_request_runs_only_when_its_links_are_open():
+    scheduler, _ = make_scheduler()
+    scheduler.submit(job("a", 4))
+    assert scheduler.schedule() is None
+    submit(scheduler, "b", 4)
+    plan = scheduler.schedule()
+    assert [chunk.request_id for chunk in plan.chunks] == ["b"]
+    scheduler.complete(plan)
+    scheduler.set_linked("a")
+    assert [chunk[0] for chunk in run(scheduler)[0]] == ["a"]
+
+
+def test_no_more_requests_run_together_than_allowed():
+    scheduler, _ = make_scheduler(max_requests=2)
+    for name in "abc":
+        submit(scheduler, name, 4)
+    assert len(scheduler.schedule().chunks) == 2
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once():
+    scheduler, cache = make_scheduler(blocks=8)
+    with pytest.raises(Refused, match=r"33 prompt tokens need 9 blocks.*main: 8") as refused:
+        scheduler.submit(job("a", 33))
+    assert refused.value.reason is RefusalReason.TOO_LONG
+    assert used(cache) == {"main": 0, "indexer": 0}
+    assert "a" not in scheduler
+
+
+def test_a_prompt_beyond_the_model_length_is_refused():
+    scheduler, _ = make_scheduler(max_prompt=10)
+    with pytest.raises(Refused, match=r"11 prompt tokens.*at most 10"):
+        scheduler.submit(job("a", 11))
+
+
+def test_a_full_queue_refuses():
+    scheduler, _ = make_scheduler(max_waiting=1)
+    scheduler.submit(job("a", 4))
+    with pytest.raises(Refused, match=r"prefill\.max_waiting") as refused:
+        scheduler.submit(job("b", 4))
+    assert refused.value.reason is RefusalReason.QUEUE_FULL
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    scheduler, _ = make_scheduler()
+    submit(scheduler, "a", 4)
+    with pytest.raises(Refused) as refused:
+        scheduler.submit(job("a", 4))
+    assert refused.value.reason is RefusalReason.DUPLICATE
+    run(scheduler)
+    submit(scheduler, "a", 4)
+    assert run(scheduler) == [[("a", 0, 4)]]
+
+
+def test_cancel_in_every_state_returns_pools_to_zero():
+    scheduler, cache = make_scheduler()
+    scheduler.submit(job("unlinked", 4))
+    assert scheduler.cancel("unlinked")
+    submit(scheduler, "waiting", 4)
+    assert scheduler.cancel("waiting")
+    submit(scheduler, "scheduled", 40)
+    plan = scheduler.schedule()
+    assert scheduler.cancel("scheduled")
+    assert scheduler.complete(plan) == []
+    submit(scheduler, "between chunks", 40)
+    scheduler.complete(scheduler.schedule())
+    assert scheduler.cancel("between chunks")
+    assert not scheduler.cancel("between chunks")
+    assert used(cache) == {"main": 0, "indexer": 0}
+    assert scheduler.schedule() is None
+
+
+def test_waiting_requests_expire_with_their_destination():
+    scheduler, _ = make_scheduler()
+    scheduler.submit(job("linking", 4, start_by=5.0))
+    submit(scheduler, "queued", 4, start_by=9.0)
+    assert scheduler.expire(4.9) == {}
+    assert "links to its destination" in scheduler.expire(5.0)["linking"]
+    assert "for its turn" in scheduler.expire(9.0)["queued"]
+    assert scheduler.num_waiting == 0
+
+
+def test_running_requests_expire_at_their_deadline_only():
+    scheduler, cache = make_scheduler()
+    submit(scheduler, "a", 40, start_by=5.0, deadline=50.0)
+    scheduler.complete(scheduler.schedule())
+    assert scheduler.expire(49.0) == {}
+    assert "after 16 of 40 tokens" in scheduler.expire(50.0)["a"]
+    assert used(cache) == {"main": 0, "indexer": 0}
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12))
+def test_accounting_returns_to_zero(requests):
+    scheduler, cache = make_scheduler(blocks=16, max_waiting=100)
+    for number, (tokens, _) in enumerate(requests):
+        submit(scheduler, str(number), tokens)
+    for number, (_, cancelled) in enumerate(requests):
+        if cancelled:
+            scheduler.cancel(str(number))
+        if (plan := scheduler.schedule()) is not None:
+            scheduler.complete(plan)
+    run(scheduler)
+    assert used(cache) == {"main": 0, "indexer": 0}
+    assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
+
+
+def test_written_blocks_cover_the_prompt_once():
+    scheduler, _ = make_scheduler(budget=8)
+    submit(scheduler, "a", 18)
+    written = []
+    while (plan := scheduler.schedule()) is not None:
+        for chunk in plan.chunks:
+            assert len(chunk.main_blocks) == len(chunk.indexer_blocks) == 5
+            written.extend(chunk.written_blocks(BLOCK))
+        scheduler.complete(plan)
+    assert written == list(range(5))
