@@ -33,5 +33,18 @@ build/.native: $(NATIVE) $(VENV)/.installed
 	mv build.log build/build.log && touch $@
 native: build/.native
 
+demo: setup
+	$(BIN)/python -m deploy.demo
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks.run
+
 clean:
 	rm -rf build proto/gen $(VENV) run *.egg-info .mypy_cache .ruff_cache .hypothesis

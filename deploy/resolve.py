@@ -115,8 +115,12 @@ def _fill(config: SluiceConfig, run_dir: Path, device_root: Path) -> SluiceConfi
 def _run_dir(config: SluiceConfig) -> Iterator[Path]:
     if config.runtime.run_dir is None:
         temporary = Path(tempfile.mkdtemp(prefix="sluice-"))
-        yield temporary
-        shutil.rmtree(temporary, ignore_errors=True)  # not reached after an error: the logs stay
+        try:
+            yield temporary
+        except ConfigError:  # nothing was started, so there are no logs
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)  # not reached after any other error: the logs stay
         return
     path = Path(config.runtime.run_dir).resolve()
     if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME > 107:

@@ -1,0 +1,125 @@
+"""What a run's configuration file, folders and ports are, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy.device_root import DeviceRoot, sweep_dead
+from deploy.ports import PortChooser
+from deploy.processes import workers
+from deploy.resolve import resolved
+from engine.config import ConfigError, SluiceConfig, build_config, load_config
+from tests.checkpoints import tiny_config
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config("glm_moe_dsa")))
+    return folder
+
+
+def configured(model_dir: Path, **sections: dict[str, object]) -> SluiceConfig:
+    tree = {"model": {"path": str(model_dir)}, "http": {"port": 0}, "grpc": {"port": 0}}
+    return build_config(tree | sections)
+
+
+def test_every_open_field_is_filled_and_the_file_says_the_same(model_dir: Path) -> None:
+    with resolved(configured(model_dir, decode={"dp": 2, "host_pool_bytes": "64MiB"})) as run:
+        config = load_config(run.config_file)
+        assert config == run.config
+        ports = [config.http.port, config.grpc.port, config.transfer.store_port]
+        ports += [config.pool.meta_port, config.pool.config_port, config.pool.metrics_port]
+        assert 0 not in ports and len(set(ports)) == len(ports)
+        assert config.hostcann.devices == 3 and config.model.name == "model"
+        assert Path(str(config.hostcann.root)).is_dir() and run.run_dir.is_dir()
+    assert not run.run_dir.exists() and not run.device_root.exists()
+
+
+def test_a_named_run_folder_stays_and_serves_one_deployment_at_a_time(model_dir: Path, tmp_path: Path) -> None:
+    config = configured(model_dir, runtime={"run_dir": str(tmp_path / "run")})
+    if len(str(tmp_path / "run")) > 59:
+        pytest.skip("the temporary folder's name is too long for sockets")
+    with resolved(config) as run:
+        (run.log_dir / "a.log").write_text("kept")
+        with pytest.raises(ConfigError, match=r"runtime\.run_dir.*used by another"), resolved(config):
+            pass
+    assert (run.log_dir / "a.log").read_text() == "kept"
+    with resolved(config):
+        pass
+
+
+def test_a_run_folder_too_long_for_sockets_is_refused(model_dir: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"runtime\.run_dir.*too long"),
+        resolved(configured(model_dir, runtime={"run_dir": "/tmp/" + "x" * 80})),
+    ):
+        pass
+
+
+def test_a_port_in_use_is_refused_with_its_field(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=rf"http\.port = {port}: already in use"),
+            resolved(configured(model_dir, http={"port": port})),
+        ):
+            pass
+
+
+def test_two_fields_with_one_port_are_refused() -> None:
+    chooser = PortChooser()
+    port = chooser.choose("http.port", "127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=rf"grpc\.port = {port}"):
+        chooser.choose("grpc.port", "127.0.0.1", port)
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path.*config\.json"), resolved(configured(tmp_path / "absent")):
+        pass
+
+
+def test_the_root_of_a_dead_launcher_is_swept_and_a_live_one_is_not(tmp_path: Path) -> None:
+    live, dead = DeviceRoot(tmp_path / "live"), DeviceRoot(tmp_path / "dead")
+    os.close(dead._lock)  # what the kernel does when the launcher is killed
+    assert sweep_dead(tmp_path) == [tmp_path / "dead"]
+    assert (tmp_path / "live").is_dir() and not (tmp_path / "dead").exists()
+    live.close()
+
+
+def test_a_locked_root_is_refused(tmp_path: Path) -> None:
+    root = DeviceRoot(tmp_path / "root")
+    with pytest.raises(BlockingIOError):
+        DeviceRoot(tmp_path / "root")
+    root.close()
+    assert not (tmp_path / "root").exists()
+
+
+def test_worker_processes_follow_the_topology(model_dir: Path) -> None:
+    config = configured(model_dir, prefill={"groups": 2, "tp": 2, "threads": 3}, decode={"dp": 2, "tp": 1})
+    with resolved(config) as run:
+        specs = workers(run)
+    assert [spec.name for spec in specs] == [
+        "prefill-0/tp0",
+        "prefill-0/tp1",
+        "prefill-1/tp0",
+        "prefill-1/tp1",
+        "decode-0/dp0/tp0",
+        "decode-0/dp1/tp0",
+    ]
+    assert specs[3].argv[2:] == [
+        "prefill_node.main",
+        *("--config", str(run.config_file), "--group", "1", "--tp-rank", "1"),
+        *("--rendezvous", f"file://{run.run_dir}/prefill-1.rendezvous"),
+    ]
+    assert specs[3].env["OMP_NUM_THREADS"] == "3"
+    assert shutil.which(specs[0].argv[0])
