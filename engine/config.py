@@ -86,6 +86,7 @@ class DecodeSection(Section):
     host_pool_bytes: Bytes = Field(256 << 20, description="main-KV host memory per DP rank, over all layers")
     max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
     max_waiting: Positive = Field(256, description="requests waiting for blocks per DP rank; further ones get 429")
+    reservation_s: Seconds = Field(120.0, description="longest time a request's blocks wait for prefill's next layer")
     threads: Positive = Field(1, description="compute threads per worker process")
 
 
@@ -126,6 +127,14 @@ class RuntimeSection(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+class FaultsSection(Section):
+    """Faults on demand, for tests; all off by default."""
+
+    zero_host_rows: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="decode zeroes the host-pool rows of requests whose id contains this text, once pulled"
+    )
+
+
 class SluiceConfig(Section):
     model: ModelSection
     kv: KvSection = KvSection()
@@ -137,6 +146,7 @@ class SluiceConfig(Section):
     http: HttpSection = HttpSection()
     grpc: GrpcSection = GrpcSection()
     runtime: RuntimeSection = RuntimeSection()
+    faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
     def _sides_fit(self) -> SluiceConfig:
