@@ -36,7 +36,7 @@ def up(
     """Start a deployment in the foreground; SIGTERM or Ctrl-C ends it."""
     from deploy.launcher import up as launch
 
-    raise typer.Exit(launch(_load(config, set_, model), Console()))
+    launch(_load(config, set_, model), Console())
 
 
 @app.command()
@@ -74,7 +74,7 @@ def generate(
     from sluice.v1 import client_pb2, common_pb2
 
     from deploy.client import Client
-    from deploy.generate_view import stream_completion
+    from deploy.generate_view import stream_completion, summary
 
     request = client_pb2.GenerateRequest(
         sampling=common_pb2.SamplingParams(
@@ -88,7 +88,8 @@ def generate(
     else:
         request.text = sys.stdin.read() if prompt == "-" else str(prompt)
     with Client(_address(config, set_, address)) as client:
-        stream_completion(client.generate(request), sys.stdout, sys.stderr)
+        last, _ = stream_completion(client.generate(request), sys.stdout)
+    print(summary(last), file=sys.stderr)
 
 
 def _token_ids(text: str) -> list[int]:
@@ -120,13 +121,13 @@ def _address(config: Path, overrides: list[str] | None, address: str | None) -> 
 def main() -> None:
     """Entry point: every expected failure is one message on standard error and exit status 1 (2 for a bad config)."""
     from deploy.client import ClientError
-    from deploy.launcher import StartFailed
+    from deploy.launcher import DeploymentFailed
 
     try:
         app()
     except ConfigError as error:
         sys.exit(_fail(str(error), 2))
-    except (StartFailed, ClientError) as error:
+    except (DeploymentFailed, ClientError) as error:
         sys.exit(_fail(str(error), 1))
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(130)

@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
@@ -22,6 +20,7 @@ from deploy.client import Client, ClientError
 from deploy.ports import can_connect
 from deploy.progress import Progress
 from deploy.resolve import Run, resolved
+from deploy.signals import Signals, Stopped
 from deploy.supervisor import ChildDied, Supervisor, obituary
 from engine.config import SluiceConfig
 
@@ -34,52 +33,41 @@ _STOP_PHASES = (
 """Who is asked to stop when, and how long it may take. Their sum leaves time to kill the rest within 15 s."""
 
 
-class StartFailed(Exception):
-    """The deployment did not become ready; the text says which process failed and why."""
+class DeploymentFailed(Exception):
+    """The deployment did not become ready, or cannot go on; the text says which process failed and why."""
 
 
-class _Stopped(Exception):
-    """A signal asked the launcher to end."""
+def up(config: SluiceConfig, console: Console) -> None:
+    """Runs the deployment until a signal ends it.
 
-
-class _Signals:
-    """SIGTERM and SIGINT. The first one asks for a clean end; a further one does not wait for it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 1:
-            raise KeyboardInterrupt
-
-    def sleep(self, seconds: float) -> None:
-        """Waits. Raises _Stopped once a signal has come."""
-        deadline = time.monotonic() + seconds
-        while not self.count and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, _POLL_S))
-        if self.count:
-            raise _Stopped
-
-
-def up(config: SluiceConfig, console: Console) -> int:
-    """Runs the deployment until a signal ends it. Returns the exit status.
-
-    Raises ConfigError before anything is started, StartFailed when it did not become ready.
+    Raises ConfigError before anything starts; DeploymentFailed when it did not get ready or lost its meta server.
     """
-    signals = _Signals()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signals)
+    signals = Signals()
+    with suppress(Stopped), started(config, console, signals) as (run, supervisor):
+        console.print(f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, soft_wrap=True)
+        while True:
+            signals.sleep(_POLL_S)
+            watch(supervisor, console)
+
+
+@contextmanager
+def started(config: SluiceConfig, console: Console, signals: Signals) -> Iterator[tuple[Run, Supervisor]]:
+    """A deployment that is ready; it ends with the block. Raises what `up` raises, and Stopped."""
     with resolved(config) as run, _supervised(console) as supervisor:
         console.print(f"run folder {run.run_dir}", markup=False, soft_wrap=True)
         try:
             _start(run, supervisor, signals, console)
-            console.print(f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, soft_wrap=True)
-            return _watch(supervisor, signals, console)
-        except _Stopped:
-            return 0
         except ChildDied as death:
-            raise StartFailed(f"the deployment did not start\n{death}") from None
+            raise DeploymentFailed(f"the deployment did not start\n{death}") from None
+        yield run, supervisor
+
+
+def watch(supervisor: Supervisor, console: Console) -> None:
+    """Prints who has died since the last call. Raises DeploymentFailed if it is the meta server."""
+    for child in supervisor.deaths():
+        if child.spec.name == processes.META_SERVER:
+            raise DeploymentFailed(f"the deployment cannot go on without its meta server\n{obituary(child)}")
+        console.print(obituary(child), markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -98,7 +86,7 @@ def _supervised(console: Console) -> Iterator[Supervisor]:
         console.print("stopped", markup=False)
 
 
-def _start(run: Run, supervisor: Supervisor, signals: _Signals, console: Console) -> None:
+def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console) -> None:
     deadline = time.monotonic() + run.config.runtime.startup_timeout_s
     with Progress(console) as progress:
         runtime, transfer, pool = run.config.runtime, run.config.transfer, run.config.pool
@@ -122,11 +110,11 @@ def _start(run: Run, supervisor: Supervisor, signals: _Signals, console: Console
                 _step(supervisor, signals, deadline, progress)
 
 
-def _step(supervisor: Supervisor, signals: _Signals, deadline: float, progress: Progress) -> None:
+def _step(supervisor: Supervisor, signals: Signals, deadline: float, progress: Progress) -> None:
     signals.sleep(_POLL_S)
     supervisor.check()
     if time.monotonic() > deadline:
-        raise StartFailed(f"not ready within runtime.startup_timeout_s; {progress.waiting_for()}")
+        raise DeploymentFailed(f"not ready within runtime.startup_timeout_s; {progress.waiting_for()}")
 
 
 def _all_ready(client: Client, expected: int, progress: Progress) -> bool:
@@ -140,13 +128,3 @@ def _all_ready(client: Client, expected: int, progress: Progress) -> bool:
         progress.update(worker.info.worker_id, state)
         ready += worker.health == "ready"
     return status.ready and ready == expected
-
-
-def _watch(supervisor: Supervisor, signals: _Signals, console: Console) -> int:
-    while True:
-        signals.sleep(_POLL_S)
-        for child in supervisor.deaths():
-            console.print(obituary(child), markup=False, soft_wrap=True)
-            if child.spec.name == processes.META_SERVER:
-                console.print("the deployment cannot go on without its meta server", markup=False)
-                return 1

@@ -16,6 +16,7 @@ import yaml
 
 from deploy.device_root import DeviceRoot, default_parent, sweep_dead
 from deploy.ports import PortChooser
+from deploy.signals import Stopped
 from engine.config import ConfigError, SluiceConfig
 from engine.config_check import check_against_model
 from engine.model.config import ModelConfig
@@ -117,7 +118,7 @@ def _run_dir(config: SluiceConfig) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix="sluice-"))
         try:
             yield temporary
-        except ConfigError:  # nothing was started, so there are no logs
+        except (ConfigError, Stopped):
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         shutil.rmtree(temporary, ignore_errors=True)  # not reached after any other error: the logs stay
