@@ -9,9 +9,9 @@ from torch import Tensor
 from engine.model.attention import AttentionBackend, IndexerQuery
 from engine.model.config import LORA_NORM_EPS, ModelConfig
 from engine.model.layers import RotaryEmbedding, rms_norm, rotate, swiglu
-from engine.model.loader import check_divisible
 from engine.model.moe import mixture
 from engine.model.parallel import SingleRank, TensorParallel
+from engine.model.shard import check_divisible
 from engine.model.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights, MoeWeights
 
 _INDEX_NORM_EPS = 1e-6

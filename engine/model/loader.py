@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
-from engine.model.parallel import Shard
+from engine.model.shard import Shard, check_divisible
 from engine.model.weights import (
     AttentionWeights,
     IndexerWeights,
@@ -59,16 +59,6 @@ def load_weights(
         else:
             lm_head = loader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
     return ModelWeights(embed=embed, layers=tuple(layers), norm=norm, lm_head=lm_head)
-
-
-def check_divisible(config: ModelConfig, shard: Shard) -> None:
-    """Raise TensorParallelError unless the ranks can share the model's heads, experts and widths evenly."""
-    shard.split("num_attention_heads", config.num_attention_heads)
-    if not all(config.moe_layers):
-        shard.split("intermediate_size", config.intermediate_size)
-    if any(config.moe_layers):
-        shard.split("n_routed_experts", config.n_routed_experts)
-        shard.split("moe_intermediate_size * n_shared_experts", config.moe_intermediate_size * config.n_shared_experts)
 
 
 @dataclass(frozen=True)

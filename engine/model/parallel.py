@@ -1,38 +1,14 @@
-"""Tensor parallelism: who holds which part, and the sum over all ranks."""
+"""Tensor parallelism: the sum over all ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-
-class TensorParallelError(RuntimeError):
-    """The ranks cannot share the model, or one of them was not heard of in time."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Rank `rank` of `size` equal ones; rank r holds the r-th contiguous part of whatever is split."""
-
-    rank: int
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise TensorParallelError(f"tensor parallel rank {self.rank} of {self.size}; legal: 0 <= rank < size")
-
-    def split(self, what: str, total: int) -> tuple[int, int]:
-        """The half-open range of `total` items (named `what` in errors) that this rank holds."""
-        if total % self.size:
-            legal = [size for size in range(1, total + 1) if total % size == 0]
-            message = f"tensor parallel size {self.size} does not divide {what} {total}; legal: {legal}"
-            raise TensorParallelError(message)
-        part = total // self.size
-        return self.rank * part, (self.rank + 1) * part
+from engine.model.shard import Shard, TensorParallelError
 
 
 class TensorParallel(Protocol):
