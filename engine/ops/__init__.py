@@ -1,0 +1,28 @@
+"""Sluice's operators: the ``sluice`` namespace of ``torch.ops`` and typed functions over it.
+
+Each has two CPU implementations, chosen with ``backend("cpu")`` (C++, the default) or ``backend("reference")``.
+"""
+
+from engine.ops.attention import sparse_flash_attention
+from engine.ops.backends import BACKENDS, Backend, backend, current_backend
+from engine.ops.copy_sfa import fused_scatter_copy_sparse_flash_attention
+from engine.ops.indexer import lightning_indexer
+from engine.ops.native import available_isas, select_isa, set_device, set_num_threads
+from engine.ops.residency import Residency, ResidencyState, lru_residency
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Residency",
+    "ResidencyState",
+    "available_isas",
+    "backend",
+    "current_backend",
+    "fused_scatter_copy_sparse_flash_attention",
+    "lightning_indexer",
+    "lru_residency",
+    "select_isa",
+    "set_device",
+    "set_num_threads",
+    "sparse_flash_attention",
+]

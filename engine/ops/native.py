@@ -1,0 +1,148 @@
+"""The C++ back end: loads ``libsluice_ops.so`` and calls it through ctypes, which releases the GIL.
+
+Layouts below mirror the argument structs of ``csrc/sluice_ops.h`` in order; the library checks their size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LIBRARY_PATH = Path(__file__).resolve().parents[2] / "build" / "ops" / "libsluice_ops.so"
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_INVALID = 1
+
+
+class _Layout(NamedTuple):
+    """Fields of one argument struct: `size`, the pointers, the scale if it has one, the sizes."""
+
+    pointers: str
+    sizes: str
+    scale: bool = False
+
+
+_LAYOUTS = {
+    "lightning_indexer": _Layout(
+        "query weights key_cache block_table query_ends key_lens topk_ids",
+        "rows heads dims requests blocks block_size max_blocks topk dtype weights_dtype threads",
+    ),
+    "sparse_flash_attention": _Layout(
+        "query_nope query_rope ckv_cache rope_cache block_table query_ends topk_ids out",
+        "rows heads latent rope requests blocks block_size max_blocks topk dtype threads",
+        scale=True,
+    ),
+    "lru_residency": _Layout(
+        "topk_ids stable_prefix generation row_index last_generation slot_to_token lru_order "
+        "slots miss_ids miss_slots miss_counts",
+        "rows topk state_rows capacity threads",
+    ),
+    "copy_sparse_flash_attention": _Layout(
+        "query_rope query query_ends kv_lens cache_tokens topk_dst_slots topk_src_ids topk_miss_counts "
+        "miss_src_ids miss_dst_slots miss_counts hbm_block_table dram_block_table "
+        "hbm_rope hbm_ckv dram_rope dram_ckv out copied_bytes",
+        "rows heads latent rope requests topk miss_capacity hbm_blocks dram_blocks block_size "
+        "hbm_max_blocks dram_max_blocks dtype threads device",
+        scale=True,
+    ),
+    "lightning_indexer_manage": _Layout(
+        "weights query key_cache block_table query_ends key_lens stable_lens cache_tokens states pool_entries "
+        "slots_pool topk_src_ids topk_dst_slots topk_miss_counts miss_src_ids miss_dst_slots miss_counts",
+        "rows heads dims requests blocks block_size max_blocks topk pool_rows pool_width miss_capacity dtype threads",
+    ),
+}
+
+
+class Settings:
+    """Process-wide settings of the C++ back end.
+
+    Attributes:
+        threads: Threads per operator call, the caller included; None follows ``torch.get_num_threads()``
+            (and so OMP_NUM_THREADS).
+        device: The device that host-to-device copies are accounted to.
+    """
+
+    threads: int | None = None
+    device: int = 0
+
+
+def set_num_threads(count: int) -> None:
+    """Use ``count`` threads per operator call from now on. Raises ValueError below 1."""
+    if count < 1:
+        raise ValueError(f"count is {count}; legal: 1 or more")
+    Settings.threads = count
+
+
+def set_device(index: int) -> None:
+    """Account host-to-device copies of this process to device ``index``. Raises ValueError below 0."""
+    if index < 0:
+        raise ValueError(f"index is {index}; legal: 0 or more")
+    Settings.device = index
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets this machine can run, best first."""
+    return tuple(_library().sluice_ops_isas().decode().split(","))
+
+
+def select_isa(name: str | None) -> None:
+    """Use instruction set ``name`` process-wide; None is the best one. Raises ValueError if it cannot run here."""
+    _raise(_library().sluice_ops_select_isa((name or "").encode()))
+
+
+def call(operator: str, values: dict[str, Tensor | int | float | None]) -> None:
+    """Run ``sluice_<operator>`` on ``values``, one per field of its struct but size, threads and device.
+
+    Raises:
+        ValueError: An argument has an illegal value.
+        RuntimeError: The library is not built, or it could not get memory or threads.
+    """
+    struct = _struct(operator)
+    filled: dict[str, int | float | None] = {
+        name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in values.items()
+    }
+    threads = Settings.threads or torch.get_num_threads()
+    defaults = {"size": ctypes.sizeof(struct), "threads": threads, "device": Settings.device}
+    filled.update({name: value for name, value in defaults.items() if hasattr(struct, name)})
+    _raise(getattr(_library(), f"sluice_{operator}")(ctypes.byref(struct(**filled))))
+
+
+def dtype_code(tensor: Tensor) -> int:
+    """The library's code of ``tensor.dtype``, which must be float32, bfloat16 or float16."""
+    return _DTYPE_CODES[tensor.dtype]
+
+
+def _raise(status: int) -> None:
+    if status == 0:
+        return
+    message = _library().sluice_ops_last_error().decode()
+    raise ValueError(message) if status == _INVALID else RuntimeError(message)
+
+
+@cache
+def _struct(operator: str) -> type[ctypes.Structure]:
+    layout = _LAYOUTS[operator]
+    fields: list[tuple[str, type]] = [("size", ctypes.c_int64)]
+    fields += [(name, ctypes.c_void_p) for name in layout.pointers.split()]
+    fields += [("scale", ctypes.c_double)] if layout.scale else []
+    fields += [(name, ctypes.c_int64) for name in layout.sizes.split()]
+    return type(f"{operator}_args", (ctypes.Structure,), {"_fields_": fields})
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    if not LIBRARY_PATH.exists():
+        raise RuntimeError(
+            f"{LIBRARY_PATH} is not built; run `make setup`, or "
+            "`cmake -S engine/ops/csrc -B build/ops && cmake --build build/ops`"
+        )
+    library = ctypes.CDLL(str(LIBRARY_PATH))
+    library.sluice_ops_last_error.restype = ctypes.c_char_p
+    library.sluice_ops_isas.restype = ctypes.c_char_p
+    library.sluice_ops_select_isa.argtypes = [ctypes.c_char_p]
+    return library

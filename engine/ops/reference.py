@@ -1,0 +1,225 @@
+"""Plain torch implementations: one row at a time, no sharing of work; the yardstick of the C++ ones.
+
+Arguments are those of the public functions (``engine.ops.indexer`` and so on), already checked for dtype and shape.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def query_spans(name: str, ends: Tensor, rows: int) -> list[range]:
+    """Rows of each request from cumulative ends; ValueError if they fall or do not end at ``rows``."""
+    bounds = [0, *ends.tolist()]
+    for i, (last, end) in enumerate(pairwise(bounds)):
+        if end < last:
+            raise ValueError(f"{name}[{i}] is {end} after {last}; legal: cumulative row counts that never fall")
+    if bounds[-1] != rows:
+        raise ValueError(f"{name} ends at {bounds[-1]}; legal: the number of query rows, {rows}")
+    return [range(last, end) for last, end in pairwise(bounds)]
+
+
+def cache_rows(name: str, table_row: Tensor, positions: Tensor, blocks: int, block_size: int) -> Tensor:
+    """Row index into a cache flattened to [blocks * block_size, ...] of each position of one request.
+
+    Raises:
+        ValueError: A position lies beyond the table, or its block is not in [0, blocks).
+    """
+    columns = positions.long() // block_size
+    if bool((positions < 0).any()) or bool((columns >= table_row.shape[0]).any()):
+        raise ValueError(f"{name}: a position of {positions.tolist()} lies beyond its {table_row.shape[0]} blocks")
+    ids = table_row.long()[columns]
+    if bool(((ids < 0) | (ids >= blocks)).any()):
+        raise ValueError(f"{name} names a block outside 0 to {blocks - 1}")
+    return ids * block_size + positions.long() % block_size
+
+
+def index_scores(query_row: Tensor, weights_row: Tensor, keys: Tensor) -> Tensor:
+    """[S] float32 scores of one row: query_row [Hi, Di], weights_row [Hi], keys [S, Di]."""
+    products = torch.relu(query_row.float() @ keys.float().T)
+    return weights_row.float() @ products
+
+
+def best_positions(scores: Tensor, topk: int) -> Tensor:
+    """Positions by falling score, ties to the lowest, NaN last; at most ``topk``."""
+    ranked = torch.where(scores.isnan(), -torch.inf, scores)
+    return torch.sort(ranked, descending=True, stable=True).indices[:topk].int()
+
+
+def lightning_indexer(
+    query: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_ends: Tensor,
+    key_lens: Tensor,
+    topk: int,
+) -> Tensor:
+    """See ``engine.ops.indexer.lightning_indexer``."""
+    blocks, block_size = key_cache.shape[:2]
+    flat = key_cache.flatten(0, 2)
+    out = torch.full((query.shape[0], topk), -1, dtype=torch.int32)
+    for i, span in enumerate(query_spans("query_ends", query_ends, query.shape[0])):
+        if not span:
+            continue
+        length = max(int(key_lens[i]), 0)
+        keys = flat[cache_rows("block_table", block_table[i], torch.arange(length), blocks, block_size)]
+        for row in span:
+            visible = max(length - (span.stop - 1 - row), 0)
+            best = best_positions(index_scores(query[row], weights[row], keys[:visible]), topk)
+            out[row, : best.shape[0]] = best
+    return out
+
+
+def attend(q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, scale: float) -> Tensor:
+    """One row: q_nope [N, L], q_rope [N, R], ckv [S, L], k_rope [S, R] -> [N, L] float32; zeros if S is 0."""
+    scores = (q_nope.float() @ ckv.float().T + q_rope.float() @ k_rope.float().T) * scale
+    return torch.softmax(scores, dim=-1) @ ckv.float()
+
+
+def sparse_flash_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    ckv_cache: Tensor,
+    k_rope_cache: Tensor,
+    block_table: Tensor,
+    query_ends: Tensor,
+    topk_ids: Tensor,
+    scale: float,
+) -> Tensor:
+    """See ``engine.ops.attention.sparse_flash_attention``."""
+    blocks, block_size = ckv_cache.shape[:2]
+    ckv, k_rope = ckv_cache.flatten(0, 2), k_rope_cache.flatten(0, 2)
+    out = torch.empty_like(q_nope)
+    for i, span in enumerate(query_spans("query_ends", query_ends, q_nope.shape[0])):
+        for row in span:
+            chosen = torch.tensor(sorted({p for p in topk_ids[row].tolist() if p >= 0}), dtype=torch.int64)
+            at = cache_rows(f"block_table of row {row}", block_table[i], chosen, blocks, block_size)
+            out[row] = attend(q_nope[row], q_rope[row], ckv[at], k_rope[at], scale).to(out.dtype)
+    return out
+
+
+def lru_residency(
+    topk_ids: Tensor,
+    stable_prefix: Tensor,
+    generation: Tensor,
+    row_index: Tensor,
+    last_generation: Tensor,
+    slot_to_token: Tensor,
+    lru_order: Tensor,
+    slots: Tensor,
+    miss_ids: Tensor,
+    miss_slots: Tensor,
+    miss_counts: Tensor,
+) -> None:
+    """See ``engine.ops.residency.lru_residency``."""
+    state_rows, capacity = slot_to_token.shape
+    named = [state for state in row_index.tolist() if state >= 0]
+    if len(set(named)) != len(named) or any(state >= state_rows for state in named):
+        raise ValueError(f"row_index is {row_index.tolist()}; legal: negative or distinct rows 0 to {state_rows - 1}")
+    for tensor in (slots, miss_ids, miss_slots):
+        tensor.fill_(-1)
+    miss_counts.fill_(0)
+    for row, state in enumerate(row_index.tolist()):
+        if state < 0:
+            continue
+        if last_generation[state] != generation[row]:
+            last_generation[state] = generation[row]
+            slot_to_token[state] = -1
+            lru_order[state] = torch.arange(capacity)
+        tokens, order = slot_to_token[state].tolist(), lru_order[state].tolist()
+        if sorted(order) != list(range(capacity)):
+            raise ValueError(f"lru_order[{state}] is not a permutation of 0 to {capacity - 1}")
+        stable = max(int(stable_prefix[row]), 0)
+        wanted = topk_ids[row].tolist()
+        cached = dict.fromkeys(p for p in wanted if 0 <= p < stable)  # distinct, in top-k order
+        tokens = [-1 if token >= stable else token for token in tokens]
+        hits = [slot for slot in order if tokens[slot] in cached]
+        free = [slot for slot in order if tokens[slot] not in cached]
+        where = {tokens[slot]: slot for slot in hits}
+        misses = [p for p in cached if p not in where]
+        taken, untouched = free[: len(misses)], free[len(misses) :]
+        for position, slot in zip(misses, taken, strict=True):
+            where[position] = slot
+            tokens[slot] = position
+        slot_to_token[state] = torch.tensor(tokens)
+        lru_order[state] = torch.tensor(untouched + taken + hits)
+        slots[row] = torch.tensor([-1 if p < 0 else where[p] if p < stable else capacity + p - stable for p in wanted])
+        miss_ids[row, : len(misses)] = torch.tensor(misses, dtype=torch.int32)
+        miss_slots[row, : len(misses)] = torch.tensor(taken, dtype=torch.int32)
+        miss_counts[row] = len(misses)
+
+
+def copy_misses(
+    query_ends: Tensor,
+    topk_dst_slots: Tensor,
+    topk_src_ids: Tensor,
+    topk_miss_counts: Tensor,
+    miss_src_ids: Tensor,
+    miss_dst_slots: Tensor,
+    miss_counts: Tensor,
+    hbm_block_table: Tensor,
+    dram_block_table: Tensor,
+    hbm_k_rope: Tensor,
+    hbm_kv_cache: Tensor,
+    dram_k_rope: Tensor,
+    dram_kv_cache: Tensor,
+) -> int:
+    """The copying half of ``engine.ops.copy_sfa``; returns the bytes copied."""
+    block_size, copied = hbm_kv_cache.shape[1], 0
+    check_counts("miss_counts", miss_counts, miss_src_ids.shape[1])
+    check_counts("topk_miss_counts", topk_miss_counts, topk_src_ids.shape[2])
+    for i, span in enumerate(query_spans("actual_seq_lengths_query", query_ends, topk_src_ids.shape[0])):
+        count = int(miss_counts[i])
+        lists = [(miss_src_ids[i, :count], miss_dst_slots[i, :count])]
+        if count == 0:
+            lists = [(topk_src_ids[r, 0, :n], topk_dst_slots[r, 0, :n]) for r in span for n in (topk_miss_counts[r],)]
+        for ids, slots in lists:
+            legal = (ids >= 0) & (slots >= 0)
+            source = cache_rows("dram_block_table", dram_block_table[i], ids[legal], dram_kv_cache.shape[0], block_size)
+            target = cache_rows("hbm_block_table", hbm_block_table[i], slots[legal], hbm_kv_cache.shape[0], block_size)
+            for host, hot in ((dram_kv_cache, hbm_kv_cache), (dram_k_rope, hbm_k_rope)):
+                rows = host.flatten(0, 1)[source]
+                hot.view(-1, hot.shape[-1])[target] = rows
+                copied += rows.numel() * rows.element_size()
+    return copied
+
+
+def hot_attention(
+    query_rope: Tensor,
+    query: Tensor,
+    query_ends: Tensor,
+    kv_lens: Tensor,
+    num_cache_tokens: Tensor,
+    topk_dst_slots: Tensor,
+    hbm_block_table: Tensor,
+    hbm_k_rope: Tensor,
+    hbm_kv_cache: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """The attending half of ``engine.ops.copy_sfa``."""
+    blocks, block_size = hbm_kv_cache.shape[:2]
+    for i, span in enumerate(query_spans("actual_seq_lengths_query", query_ends, query.shape[0])):
+        kept, length = int(num_cache_tokens[i]), int(kv_lens[i])
+        if kept < 0 or length < 0:
+            raise ValueError(f"num_cache_tokens[{i}] is {kept}, actual_seq_lengths_kv[{i}] {length}; legal: 0 or more")
+        for row in span:
+            visible = length - (span.stop - 1 - row)
+            chosen = topk_dst_slots[row, 0][topk_dst_slots[row, 0] >= 0].tolist() if kept > 0 else []
+            attended = {*chosen, *range(kept, visible)} if length > 0 and visible > 0 else set()
+            slots = torch.tensor(sorted(attended), dtype=torch.int64)
+            at = cache_rows(f"hbm_block_table of request {i}", hbm_block_table[i], slots, blocks, block_size)
+            ckv, k_rope = hbm_kv_cache.flatten(0, 2)[at], hbm_k_rope.flatten(0, 2)[at]
+            out[row] = attend(query[row], query_rope[row], ckv, k_rope, scale).to(out.dtype)
+
+
+def check_counts(name: str, counts: Tensor, most: int) -> None:
+    """ValueError unless every count lies in [0, most]."""
+    for i, count in enumerate(counts.tolist()):
+        if not 0 <= count <= most:
+            raise ValueError(f"{name}[{i}] is {count}; legal: 0 to {most}")
