@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench | proto | clean        (README.md shows what each one does)
+# make setup | demo | test | lint | bench | docs | proto | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test lint bench clean
+.PHONY: setup proto native demo test lint docs bench clean
 setup: $(VENV)/.installed build/.native
 
 $(VENV)/.tools: constraints.txt
@@ -42,6 +42,9 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m deploy.config_reference
 
 bench: setup
 	$(BIN)/python -m benchmarks.run

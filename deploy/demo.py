@@ -34,7 +34,8 @@ def run(tokens: int, depth: float, seed: int, overrides: list[str], console: Con
     config = load_config(_CONFIG, [*_FREE_PORTS, *overrides])
     model = ModelConfig.from_dir(config.model.path)
     text, answer = make_prompt(tokens, depth, seed)
-    with started(config, console, Signals()) as (deployment, _), Client(deployment.grpc_address) as client:
+    signals = Signals()
+    with started(config, console, signals) as (deployment, _), Client(deployment.grpc_address) as client:
         console.rule("question")
         console.print(f"{text[5:145]} ... {text[-150:]}", markup=False, highlight=False)
         console.rule("answer")
@@ -44,6 +45,7 @@ def run(tokens: int, depth: float, seed: int, overrides: list[str], console: Con
         console.print(
             f"the key is {answer}: {'right' if correct else 'WRONG'}", style="green" if correct else "bold red"
         )
+        signals.sleep(2 * config.runtime.heartbeat_s)  # heartbeats bring the workers' counters
         console.print(_table(last.usage, client.status(), model))
     return correct
 

@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     path: str = Field(description="Hugging Face checkpoint directory (config.json, safetensors, optionally tokenizer)")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights, activations and KV")
     name: str | None = Field(None, description="name in the OpenAI API; the directory's name if absent")
     max_model_len: Positive | None = Field(None, description="tokens; the checkpoint's own limit if absent")
 
@@ -67,8 +67,8 @@ class HostcannSection(Section):
 
 
 class PrefillSection(Section):
-    groups: Positive = 1
-    tp: Positive = 1
+    groups: Positive = Field(1, description="independent prefill nodes")
+    tp: Positive = Field(1, description="tensor-parallel workers per group; a multiple of decode.tp")
     shared_buffers: Positive = Field(2, description="B: layer buffers shared round-robin by all non-independent layers")
     independent_layers: list[int] | Literal["all"] = Field([0], description="layers with a buffer of their own")
     max_tokens_per_step: Positive = Field(512, description="token budget of one prefill step, over all its requests")
@@ -79,9 +79,9 @@ class PrefillSection(Section):
 
 
 class DecodeSection(Section):
-    groups: Positive = 1
+    groups: Positive = Field(1, description="independent decode nodes")
     dp: Positive = Field(1, description="data-parallel replicas per group, each with its own host pool")
-    tp: Positive = 1
+    tp: Positive = Field(1, description="tensor-parallel workers per DP rank, sharing its host pool")
     hot_tokens: Positive = Field(128, description="hot-buffer tokens per request and layer, at least index_topk")
     host_pool_bytes: Bytes = Field(256 << 20, description="main-KV host memory per DP rank, over all layers")
     max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
@@ -91,7 +91,9 @@ class DecodeSection(Section):
 
 
 class TransferSection(Section):
-    protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(_lower)] = "sdma"
+    protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(_lower)] = Field(
+        "sdma", description="how MemFabric moves bytes; equal on both sides"
+    )
     lease_s: Seconds = Field(30.0, description="longest time prefill holds a buffer for one reader")
     read_timeout_s: Seconds = Field(10.0, description="deadline of one batched MemFabric read; below lease_s")
     handshake_timeout_s: Seconds = Field(20.0, description="deadline of opening a link to a new peer")
@@ -100,31 +102,31 @@ class TransferSection(Section):
 
 class PoolSection(Section):
     dram_bytes: Bytes = Field(256 << 20, description="MemCache memory given by each prefill worker process")
-    meta_port: Port = 0
-    config_port: Port = 0
-    metrics_port: Port = 0
+    meta_port: Port = Field(0, description="MemCache MetaService; 0 = a free port")
+    config_port: Port = Field(0, description="MemCache config store; 0 = a free port")
+    metrics_port: Port = Field(0, description="MemCache REST metrics; 0 = a free port")
     timeout_s: Seconds = Field(20.0, description="deadline of one pool operation")
 
 
 class HttpSection(Section):
-    host: str = "127.0.0.1"
-    port: Port = 8000
+    host: str = Field("127.0.0.1", description="address the OpenAI API listens on")
+    port: Port = Field(8000, description="0 = a free port")
 
 
 class GrpcSection(Section):
-    host: str = "127.0.0.1"
-    port: Port = 50051
+    host: str = Field("127.0.0.1", description="address the meta server's gRPC services listen on")
+    port: Port = Field(50051, description="0 = a free port")
 
 
 class RuntimeSection(Section):
     host: str = Field("127.0.0.1", description="address by which worker processes of this machine are reached")
     run_dir: str | None = Field(None, description="logs and sockets of one run; a new folder below /tmp if absent")
-    startup_timeout_s: Seconds = 300.0
-    heartbeat_s: Seconds = 1.0
+    startup_timeout_s: Seconds = Field(300.0, description="longest time until the deployment is ready")
+    heartbeat_s: Seconds = Field(1.0, description="period of the workers' reports to the meta server")
     lost_after_s: Seconds = Field(10.0, description="a worker silent for this long is lost")
     collective_timeout_s: Seconds = Field(120.0, description="longest wait of one rank for the others")
     request_timeout_s: Seconds = Field(600.0, description="longest life of one request")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of every process")
 
 
 class FaultsSection(Section):

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from sluice.v1 import client_pb2
+from sluice.v1 import client_pb2, common_pb2
 
 from deploy.client import Client
 from transfer import hostcann
@@ -170,6 +170,13 @@ class Cluster:
             if not isinstance(answer, Completion):
                 raise ClusterError(f"a completion failed: {answer}")
         return [answer for answer in answers if isinstance(answer, Completion)]
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, request_id: str = "") -> list[int]:
+        """Greedy completion of one prompt over gRPC, under an id of the caller's choice."""
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        tokens = client_pb2.TokenIds(ids=prompt)
+        request = client_pb2.GenerateRequest(tokens=tokens, sampling=sampling, request_id=request_id)
+        return [token.id for response in self._grpc.generate(request) for token in response.tokens]
 
     # --- looking inside ---
 

@@ -35,9 +35,11 @@ def test_misses_are_fetched_from_host_memory(checkpoints: dict[str, Path], oracl
 
 
 def test_zeroed_host_rows_change_the_answer(checkpoints: dict[str, Path], oracles: dict[str, Oracle]) -> None:
-    fields = BASE | {"decode.hot_tokens": HOT_TOKENS, "faults.zero_host_rows": "true"}
+    fields = BASE | {"decode.hot_tokens": HOT_TOKENS, "faults.zero_host_rows": "spoiled"}
     with Cluster(checkpoints["deepseek_v32"], fields) as cluster:
-        spoiled = cluster.complete(prompt_of(CONTEXT), NEW_TOKENS, ignore_eos=True).tokens
-    expected = oracles["deepseek_v32"].greedy(prompt_of(CONTEXT), NEW_TOKENS).tokens
-    assert spoiled[0] == expected[0], "the first token comes from prefill and does not see the host pool"
-    assert spoiled != expected
+        spoiled = cluster.generate(prompt_of(CONTEXT), NEW_TOKENS, request_id="spoiled-1")
+        intact = cluster.generate(prompt_of(CONTEXT), NEW_TOKENS, request_id="intact-1")
+    expected = oracles["deepseek_v32"].greedy(prompt_of(CONTEXT), NEW_TOKENS)
+    assert_tokens_match(intact, expected)
+    assert spoiled[0] == intact[0], "the first token comes from prefill and does not see the host pool"
+    assert spoiled != intact
