@@ -1,0 +1,178 @@
+"""Decode attention over the hot buffer: attends exactly the indexer's top-k, however small the buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode_node.memory import DecodeMemory, RowTables
+from engine.model.attention import IndexerQuery
+from engine.model.config import ModelConfig
+from engine.ops.copy_sfa import fused_scatter_copy_sparse_flash_attention
+from engine.ops.indexer import lightning_indexer
+from engine.ops.residency import Residency, ResidencyState, lru_residency
+
+
+class _Step(NamedTuple):
+    """What all layers of a step share. B requests, one token each."""
+
+    rows: Tensor  # [B] int32 hot rows
+    generations: Tensor  # [B] int64
+    query_ends: Tensor  # [B] int32: 1, 2, ..., B
+    visible: Tensor  # [B] int32: positions the token sees, itself included
+    stable_prefix: Tensor  # [B] int32: positions written by earlier steps
+    main_table: Tensor  # [B, width] int32
+    indexer_table: Tensor  # [B, width] int32
+    hot_table: Tensor  # [B, blocks of a hot row] int32
+    hot_lens: Tensor  # [B] int32: slots of a hot row
+    host_slots: Tensor  # [B] int64: where the new main-KV row goes in the host pool
+    index_slots: Tensor  # [B] int64: where the new indexer key goes
+    tail_slots: Tensor  # [B] int64: where the new main-KV row goes in the hot buffer
+    no_leading_misses: Tensor  # [B] int32 zeros: misses are told by list only
+
+
+class _Selection(NamedTuple):
+    """What an owning layer selected; layers that share it use it as it is, with their own caches."""
+
+    topk_ids: Tensor  # [B, topk] int32
+    residency: Residency
+
+
+@dataclass
+class HotCounters:
+    """Monotonic, summed over layers and requests; written by the engine thread only."""
+
+    hits: int = 0
+    misses: int = 0
+    bytes_host_to_device: int = 0
+
+
+class DecodeBackend:
+    """AttentionBackend of a decode rank. Per layer and step, for each request:
+
+    1. the new main-KV row goes to the tail of its hot row and, written by one rank only, to the host pool;
+    2. the new indexer key goes to the indexer cache; the lightning indexer picks the top-k of all visible positions;
+    3. residency says which picked rows are in the hot row and which slots the missing ones get;
+    4. Copy-SFA fetches these from the host pool and attends over exactly the picked slots.
+
+    A layer without an indexer skips 2 and 3: hot rows have one layout in all layers, so the owner's picks, slots and
+    misses are right for its caches too, if it makes the same copies in every step (it does).
+
+    Invariant "sealed prefix" (test_sealed_prefix): a hot slot counts as a hit only for the same request generation,
+    and only for positions that earlier steps wrote; the step's own token is always read from the tail.
+    """
+
+    def __init__(self, model: ModelConfig, memory: DecodeMemory, tables: RowTables, *, writes_host: bool) -> None:
+        """`writes_host`: whether this rank writes new rows to the shared host pool; true on exactly one rank."""
+        self._model = model
+        self._memory = memory
+        self._tables = tables
+        self._writes_host = writes_host
+        hot = memory.geometry.hot
+        self._states = {layer: ResidencyState.empty(hot.rows, hot.tokens) for layer in model.indexer_layers}
+        self._selections: dict[int, _Selection] = {}
+        self._step: _Step | None = None
+        self._copied = torch.zeros(1, dtype=torch.int64)
+        self.counters = HotCounters()
+
+    def begin(self, rows: Tensor, generations: Tensor, positions: Tensor) -> None:
+        """Before each `DsaDecoder.forward`: one token per request.
+
+        rows: [B] int64, distinct hot rows; generations: [B] int64, positive, of the reservations that hold them;
+        positions: [B] int64, of the new tokens.
+        """
+        g = self._memory.geometry
+        count, block = len(rows), positions // g.block_size
+        width = int(block.max()) + 1
+        main, indexer = self._tables.main[rows, :width], self._tables.indexer[rows, :width]
+        within, batch = positions % g.block_size, torch.arange(count)
+        self._selections.clear()
+        self._step = _Step(
+            rows=rows.int(),
+            generations=generations,
+            query_ends=torch.arange(1, count + 1, dtype=torch.int32),
+            visible=(positions + 1).int(),
+            stable_prefix=positions.int(),
+            main_table=main,
+            indexer_table=indexer,
+            hot_table=self._tables.hot[rows],
+            hot_lens=torch.full((count,), g.hot.stride, dtype=torch.int32),
+            host_slots=main[batch, block].long() * g.block_size + within,
+            index_slots=indexer[batch, block].long() * g.block_size + within,
+            tail_slots=rows * g.hot.stride + g.hot.tokens,
+            no_leading_misses=torch.zeros(count, dtype=torch.int32),
+        )
+
+    def attend(
+        self, layer: int, q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, indexer: IndexerQuery | None
+    ) -> Tensor:
+        """See `engine.model.attention.AttentionBackend.attend`. RuntimeError without `begin`."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("DecodeBackend.attend: no step was begun; call begin() before the forward pass")
+        self._write_main(step, layer, ckv, k_rope)
+        if indexer is not None:
+            self._selections[layer] = self._select(step, layer, indexer)
+        selection = self._selections[self._model.index_owners[layer]]
+        memory, residency = self._memory, selection.residency
+        out = torch.empty_like(q_nope)
+        fused_scatter_copy_sparse_flash_attention(
+            query_rope=q_rope,
+            query=q_nope,
+            actual_seq_lengths_query=step.query_ends,
+            actual_seq_lengths_kv=step.hot_lens,
+            num_cache_tokens=step.hot_lens,  # nothing behind the slots given: attention is over the top-k alone
+            topk_dst_slots=residency.slots.unsqueeze(1),
+            topk_src_ids=selection.topk_ids.unsqueeze(1),
+            topk_miss_counts=step.no_leading_misses,
+            miss_src_ids=residency.miss_ids,
+            miss_dst_slots=residency.miss_slots,
+            miss_counts=residency.miss_counts,
+            hbm_block_table=step.hot_table,
+            dram_block_table=step.main_table,
+            hbm_k_rope=memory.hot_k_rope[layer],
+            hbm_kv_cache=memory.hot_ckv[layer],
+            dram_k_rope=memory.host_k_rope[layer],
+            dram_kv_cache=memory.host_ckv[layer],
+            scale_value=self._model.softmax_scale,
+            attention_out=out,
+            copied_bytes=self._copied,
+        )
+        self._count(selection)
+        return out
+
+    def _write_main(self, step: _Step, layer: int, ckv: Tensor, k_rope: Tensor) -> None:
+        memory = self._memory
+        for rows, hot, host in (
+            (ckv, memory.hot_ckv[layer], memory.host_ckv[layer]),
+            (k_rope, memory.hot_k_rope[layer], memory.host_k_rope[layer]),
+        ):
+            hot.view(-1, rows.shape[1])[step.tail_slots] = rows
+            if self._writes_host:
+                host.view(-1, rows.shape[1])[step.host_slots] = rows
+
+    def _select(self, step: _Step, layer: int, indexer: IndexerQuery) -> _Selection:
+        keys = self._memory.index_keys[layer]
+        keys.view(-1, keys.shape[-1])[step.index_slots] = indexer.k
+        topk_ids = lightning_indexer(
+            query=indexer.q,
+            weights=indexer.w,
+            key_cache=keys,
+            block_table=step.indexer_table,
+            query_ends=step.query_ends,
+            key_lens=step.visible,
+            topk=self._model.index_topk,
+        )
+        residency = lru_residency(topk_ids, step.stable_prefix, step.generations, step.rows, self._states[layer])
+        return _Selection(topk_ids, residency)
+
+    def _count(self, selection: _Selection) -> None:
+        misses = int(selection.residency.miss_counts.sum())
+        cached = int((selection.residency.slots >= 0).sum())
+        own = int((selection.residency.slots >= self._memory.geometry.hot.tokens).sum())  # the step's own tokens
+        self.counters.misses += misses
+        self.counters.hits += cached - own - misses
+        self.counters.bytes_host_to_device += int(self._copied)

@@ -1,0 +1,63 @@
+"""What TP rank 0 tells the other ranks, and what they report. Pickled over `engine.tp_channel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_node.events import Released, Reserved
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One request's part of a step: compute `token` at `position`."""
+
+    request_id: str
+    row: int  # hot row
+    generation: int
+    token: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """First command: report your `RankEndpoint`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the loop, on every rank alike: take in, let go, then compute one step for `step`."""
+
+    reserved: tuple[Reserved, ...] = ()
+    released: tuple[Released, ...] = ()
+    step: tuple[StepRow, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reserved or self.released or self.step)
+
+
+@dataclass(frozen=True)
+class RankEndpoint:
+    """Where a rank's puller listens, and which process it is."""
+
+    address: str
+    epoch: str
+
+
+@dataclass(frozen=True)
+class PullEnded:
+    """A rank's pulls for a request are terminal; `error` is None when everything arrived."""
+
+    request_id: str
+    generation: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Quiescent:
+    """After a release: no read into the request's blocks is in flight on this rank."""
+
+    request_id: str
+    generation: int
+
+
+Report = RankEndpoint | PullEnded | Quiescent

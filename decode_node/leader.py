@@ -1,0 +1,287 @@
+"""The engine loop of TP rank 0: schedules, leads the other ranks through every step, samples, delivers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from decode_node.commands import Join, PullEnded, Quiescent, RankEndpoint, Report, StepRow, Turn
+from decode_node.events import (
+    Delivered,
+    Ended,
+    Failure,
+    FailureKind,
+    GeneratedToken,
+    Refused,
+    Released,
+    Reserved,
+)
+from decode_node.faults import HostRowEraser
+from decode_node.rank import Rank
+from decode_node.scheduler import DecodeRequest, Phase, RequestState, Scheduler
+from engine.kv_cache import Usage
+from engine.sampling import Sampled, SampleRow, SamplingError, sample
+from engine.tp_channel import ChannelError, TpLeader
+
+log = logging.getLogger(__name__)
+IDLE_WAIT_S = 0.1  # longest sleep of the loop: leases are looked at this often
+PEER_POLL_S = 0.002  # how often follower reports are looked at while one is expected
+
+
+class SessionSink(Protocol):
+    """Receives one request's events, in order; `Ended` is the last. Called on the engine thread; must not block."""
+
+    def deliver(self, event: Reserved | Delivered | Ended) -> None: ...
+
+
+@dataclass(frozen=True)
+class Submit:
+    request: DecodeRequest
+    sink: SessionSink
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    request_id: str
+    token: GeneratedToken
+
+
+@dataclass(frozen=True)
+class Cancel:
+    request_id: str
+    sink: SessionSink  # the session which is gone: only its own request is ended
+
+
+@dataclass(frozen=True)
+class OwnReport:
+    report: Report
+
+
+Message = Submit | FirstToken | Cancel | OwnReport
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The scheduler's state after a turn; replaced as a whole, so any thread may read it."""
+
+    running: int
+    waiting: int
+    usage: dict[str, Usage]
+    context_tokens: tuple[int, ...]  # of the running requests
+
+
+class LeaderLoop:
+    """Runs on one thread; other threads talk to it through `submit`, `first_token`, `cancel` and `own_report`.
+
+    A request whose computation fails ends alone: bad logits end only their own row; an exception in a step ends the
+    requests of that step. With several ranks such an exception means that they are out of step: it ends the loop.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, rank: Rank, channel: TpLeader, ranks: int, eraser: HostRowEraser | None = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._rank = rank
+        self._channel = channel
+        self._ranks = ranks
+        self._eraser = eraser
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._sinks: dict[str, SessionSink] = {}
+        self._stopping = threading.Event()
+        self._clock: Callable[[], float] = time.monotonic
+        self.snapshot = self._take_snapshot()
+
+    # -- called from other threads -----------------------------------------------------------------------------------
+
+    def submit(self, request: DecodeRequest, sink: SessionSink) -> None:
+        """`sink` then gets Reserved, Delivered..., Ended; or only Ended when the request is refused."""
+        self._inbox.put(Submit(request, sink))
+
+    def first_token(self, request_id: str, token: GeneratedToken) -> None:
+        self._inbox.put(FirstToken(request_id, token))
+
+    def cancel(self, request_id: str, sink: SessionSink) -> None:
+        """The session of `sink` is gone. Idempotent."""
+        self._inbox.put(Cancel(request_id, sink))
+
+    def own_report(self, report: Report) -> None:
+        """What rank 0's own puller says."""
+        self._inbox.put(OwnReport(report))
+
+    def stop(self) -> None:
+        """Ends every session and the loop after its current turn."""
+        self._stopping.set()
+
+    # -- the engine thread -------------------------------------------------------------------------------------------
+
+    def join(self, own: RankEndpoint, timeout_s: float) -> list[RankEndpoint]:
+        """Waits for the followers. Every rank's endpoint, in rank order. Raises ChannelError."""
+        self._channel.wait_ready(timeout_s)
+        self._channel.broadcast(Join())
+        endpoints = {0: own}
+        deadline = self._clock() + timeout_s
+        while len(endpoints) < self._ranks:
+            for rank, report in self._channel.reports():
+                if isinstance(report, RankEndpoint):
+                    endpoints[rank] = report
+            if self._clock() > deadline:
+                missing = sorted(set(range(self._ranks)) - set(endpoints))
+                raise ChannelError(f"decode ranks {missing} did not say where they listen within {timeout_s:g} s")
+            time.sleep(PEER_POLL_S)
+        return [endpoints[rank] for rank in range(self._ranks)]
+
+    def run(self) -> None:
+        """Returns after `stop`. RuntimeError when this rank or another cannot go on."""
+        while not self._stopping.is_set():
+            self.turn(self._patience())
+        for rid, sink in self._sinks.items():
+            text = f"request {rid}: the decode worker is stopping"
+            sink.deliver(Ended(rid, Failure(FailureKind.STOPPING, text)))
+
+    def turn(self, wait_s: float) -> None:
+        """One round: hear what is new (waiting up to `wait_s` for it), schedule, compute at most one step."""
+        self._hear(wait_s)
+        now = self._clock()
+        self._scheduler.expire(now)
+        self._scheduler.reserve(now)
+        self._check_health(now)
+        turn = self._plan()
+        if turn:
+            self._channel.broadcast(turn)
+            self._rank.take_in_and_let_go(turn)
+        if turn.step:
+            self._compute(turn.step)
+        self.snapshot = self._take_snapshot()
+
+    def _patience(self) -> float:
+        phases = self._scheduler.count
+        if phases(Phase.RUNNING):
+            return 0.0
+        if self._ranks > 1 and phases(Phase.RESERVED, Phase.LOADING, Phase.DRAINING):
+            return PEER_POLL_S
+        return IDLE_WAIT_S
+
+    def _hear(self, wait_s: float) -> None:
+        try:
+            message = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        for rank, report in self._channel.reports():
+            self._handle_report(rank, report)
+
+    def _handle(self, message: Message) -> None:
+        now = self._clock()
+        match message:
+            case Submit(request, sink):
+                try:
+                    self._scheduler.submit(request, now)
+                    self._sinks[request.request_id] = sink
+                except Refused as refused:
+                    sink.deliver(Ended(request.request_id, refused.failure))
+            case FirstToken(rid, token):
+                self._scheduler.prefilled(rid, token, now)
+            case Cancel(rid, sink):
+                if self._sinks.get(rid) is sink:
+                    del self._sinks[rid]
+                    self._scheduler.abort(rid, now)
+            case OwnReport(report):
+                self._handle_report(0, report)
+
+    def _handle_report(self, rank: int, report: Report) -> None:
+        now = self._clock()
+        match report:
+            case PullEnded(rid, generation, error):
+                self._scheduler.pull_ended(rid, generation, rank, error, now)
+            case Quiescent(rid, generation):
+                self._scheduler.quiescent(rid, generation, rank, now)
+            case _:
+                log.warning("rank %d reported %r, which nobody asked for", rank, report)
+
+    def _check_health(self, now: float) -> None:
+        if self._rank.source.failure is not None:
+            raise RuntimeError(f"the puller died: {self._rank.source.failure}")
+        for rid, ranks in self._scheduler.stuck_ranks(now).items():
+            raise RuntimeError(f"request {rid}: ranks {ranks} did not confirm that they let go of its blocks")
+
+    def _plan(self) -> Turn:
+        reserved: list[Reserved] = []
+        released: list[Released] = []
+        for event in self._scheduler.take_events():
+            if isinstance(event, Released):
+                released.append(event)
+                continue
+            if isinstance(event, Reserved):
+                reserved.append(event)
+            self._deliver(event)
+        states = self._scheduler.running()
+        if self._eraser is not None:
+            for state in states:
+                self._eraser.before_step(state)
+        return Turn(tuple(reserved), tuple(released), tuple(_step_row(state) for state in states))
+
+    def _deliver(self, event: Reserved | Delivered | Ended) -> None:
+        sink = self._sinks.get(event.request_id)
+        if sink is not None:
+            sink.deliver(event)
+        if isinstance(event, Ended):
+            self._sinks.pop(event.request_id, None)
+
+    def _compute(self, rows: tuple[StepRow, ...]) -> None:
+        try:
+            logits = self._rank.step(rows)
+        except Exception as error:
+            if self._ranks > 1:
+                raise
+            log.exception("a step of %d requests failed", len(rows))
+            for row in rows:
+                text = f"request {row.request_id}: its step at position {row.position} failed: {error}"
+                self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, text), self._clock())
+            return
+        states = {state.request.request_id: state for state in self._scheduler.running()}
+        self._sample(logits, [states[row.request_id] for row in rows])
+
+    def _sample(self, logits: Tensor, states: list[RequestState]) -> None:
+        rows = [SampleRow(s.request.request_id, s.request.rules.sampling, s.position + 1) for s in states]
+        try:
+            sampled = sample(logits, rows)
+        except SamplingError as error:
+            for rid in error.request_ids:
+                self._scheduler.fail(rid, Failure(FailureKind.INTERNAL, f"request {rid}: {error}"), self._clock())
+            good = [index for index, row in enumerate(rows) if row.request_id not in error.request_ids]
+            if good:
+                self._sample(logits[good], [states[index] for index in good])
+            return
+        for row, token in zip(rows, sampled, strict=True):
+            self._scheduler.commit(row.request_id, _generated(token), self._clock())
+
+    def _take_snapshot(self) -> Snapshot:
+        return Snapshot(
+            running=self._scheduler.count(Phase.RUNNING),
+            waiting=self._scheduler.count(Phase.WAITING, Phase.RESERVED, Phase.LOADING),
+            usage=dict(self._scheduler.usage()),
+            context_tokens=tuple(state.position + 1 for state in self._scheduler.running()),
+        )
+
+
+def _step_row(state: RequestState) -> StepRow:
+    return StepRow(
+        request_id=state.request.request_id,
+        row=state.row,
+        generation=state.generation,
+        token=state.tokens[-1],
+        position=state.position,
+    )
+
+
+def _generated(sampled: Sampled) -> GeneratedToken:
+    return GeneratedToken(sampled.token, sampled.logprob, sampled.top_logprobs)

@@ -1,0 +1,190 @@
+"""A decode node in one process: everything real but the transfer, which copies from a dense reference prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decode_node.backend import DecodeBackend
+from decode_node.events import Delivered, Ended, GeneratedToken, Reserved
+from decode_node.faults import HostRowEraser
+from decode_node.finish import FinishRules
+from decode_node.geometry import plan_geometry
+from decode_node.leader import LeaderLoop
+from decode_node.memory import DecodeMemory, RowTables
+from decode_node.rank import PullTerms, Rank
+from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits, kv_manager
+from engine.config import SluiceConfig
+from engine.model.attention import IndexerQuery
+from engine.model.config import ModelConfig
+from engine.model.decoder import DsaDecoder
+from engine.model.loader import load_weights
+from engine.sampling_params import SamplingParams
+from engine.tp_channel import TpLeader
+from tests.model.dense_backend import DenseBackend
+
+POISON = float("nan")
+PREFILL_CHUNK = 256
+FAR = 1e12  # a deadline that never comes
+
+
+class PoisonedMemory:
+    """Plain memory in place of device and host pool; NaN wherever nothing was written."""
+
+    address = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), POISON, dtype=dtype)
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), POISON, dtype=dtype)
+
+
+class RecordingBackend(DenseBackend):
+    """The dense reference, which also keeps each layer's rows of one request in order of position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.rows: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+
+    def attend(
+        self, layer: int, q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, indexer: IndexerQuery | None
+    ) -> Tensor:
+        self.rows.setdefault(layer, []).append((ckv, k_rope, None if indexer is None else indexer.k))
+        return super().attend(layer, q_nope, q_rope, ckv, k_rope, indexer)
+
+
+@dataclass
+class Session:
+    """What a client sees of one request."""
+
+    prompt: list[int]
+    first_token: int
+    node: LocalNode
+    tokens: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+
+    def deliver(self, event: Reserved | Delivered | Ended) -> None:
+        if isinstance(event, Reserved):
+            self.node.loop.first_token(event.request_id, GeneratedToken(self.first_token))
+        elif isinstance(event, Delivered):
+            self.tokens.append(event.token.id)
+        else:
+            self.ended = event
+
+
+class LocalNode:
+    """`start` requests, call `turn` until they have ended."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        run_dir: Path,
+        *,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        erase: str = "",
+        **decode: int,
+    ) -> None:
+        model = {"path": str(model_dir), "dtype": dtype, "max_model_len": max_model_len}
+        sections = {"model": model, "decode": {"host_pool_bytes": 8 << 20, **decode}, "kv": {"block_size": 16}}
+        self.config = SluiceConfig.model_validate(sections)
+        self.model = ModelConfig.from_dir(model_dir)
+        torch_dtype = getattr(torch, dtype)
+        self.decoder = DsaDecoder(self.model, load_weights(model_dir, self.model, torch_dtype), None, torch_dtype)
+        self.geometry = plan_geometry(self.config, self.model)
+        memory = PoisonedMemory()
+        self.memory = DecodeMemory(self.geometry, torch_dtype, memory, memory)
+        self.tables = RowTables(self.geometry)
+        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=True)
+        limits = SchedulerLimits(
+            ranks=1,
+            max_waiting=self.config.decode.max_waiting,
+            max_request_tokens=self.geometry.max_request_tokens,
+            lease_s=60.0,
+        )
+        self.scheduler = Scheduler(kv_manager(self.geometry), limits)
+        self.rank = Rank(
+            self.decoder,
+            self.backend,
+            self.tables,
+            self.geometry.block_size,
+            PullTerms(contributors=1, lease_s=60.0),
+            lambda report: self.loop.own_report(report),
+        )
+        self.rank.attach(_CopyingSource(self))
+        eraser = HostRowEraser(erase, self.memory, self.tables) if erase else None
+        self.loop = LeaderLoop(self.scheduler, self.rank, TpLeader(run_dir, "local", 1), 1, eraser)
+        self.prefills: dict[str, RecordingBackend] = {}
+
+    def prefill(self, prompt: Sequence[int]) -> tuple[RecordingBackend, int]:
+        """The dense reference's rows and greedy first token."""
+        backend = RecordingBackend(self.model)
+        for start in range(0, len(prompt), PREFILL_CHUNK):
+            tokens = torch.tensor(prompt[start : start + PREFILL_CHUNK])
+            backend.begin([("prompt", len(tokens))])
+            positions = torch.arange(start, start + len(tokens))
+            logits = self.decoder.forward(tokens, positions, backend, torch.tensor([len(tokens) - 1]))
+        return backend, int(logits[0].argmax())
+
+    def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> Session:
+        """Submits a request whose prefill has already happened."""
+        backend, first = self.prefill(prompt)
+        self.prefills[request_id] = backend
+        session = Session(list(prompt), first, self)
+        rules = FinishRules(sampling, frozenset(self.model.eos_token_ids), self.geometry.max_request_tokens)
+        self.loop.submit(DecodeRequest(request_id, len(prompt), rules, FAR), session)
+        return session
+
+    def run_until(self, done: Callable[[], bool], most: int = 2000) -> None:
+        for _ in range(most):
+            if done():
+                return
+            self.loop.turn(0.0)
+        raise AssertionError(f"not done after {most} turns")
+
+    def finish(self, *sessions: Session) -> None:
+        """Runs until the sessions have ended and every pool is empty again."""
+        self.run_until(lambda: all(session.ended for session in sessions))
+        self.run_until(lambda: all(usage.used == 0 for usage in self.scheduler.usage().values()))
+
+
+class _CopyingSource:
+    """Stands for the puller: writes the reference's rows where the request's blocks are, at once."""
+
+    failure = None
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+
+    def expect(
+        self,
+        request_id: str,
+        generation: int,
+        main_blocks: Sequence[int],
+        indexer_blocks: Sequence[int],
+        contributors: int,
+        *,
+        wanted: range,
+        lease_s: float,
+    ) -> None:
+        node, bs = self._node, self._node.geometry.block_size
+        for layer, chunks in node.prefills[request_id].rows.items():
+            ckv, k_rope = (torch.cat([chunk[part] for chunk in chunks]) for part in (0, 1))
+            host_ckv, host_k_rope = node.memory.host_ckv[layer], node.memory.host_k_rope[layer]
+            targets = [(ckv, host_ckv, main_blocks), (k_rope, host_k_rope, main_blocks)]
+            if layer in node.memory.index_keys:
+                keys = torch.cat([chunk[2] for chunk in chunks if chunk[2] is not None])
+                targets.append((keys, node.memory.index_keys[layer], indexer_blocks))
+            for rows, cache, blocks in targets:
+                at = torch.arange(len(rows))
+                slots = torch.tensor(blocks)[at // bs] * bs + at % bs
+                cache.view(-1, rows.shape[1])[slots] = rows
+        node.rank.pull_ended(request_id, generation, None)
+
+    def release(self, request_id: str) -> None:
+        self._node.rank.quiescent(request_id)
