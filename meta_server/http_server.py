@@ -1,0 +1,56 @@
+"""Uvicorn inside our own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+_GRACE_S = 2  # how long a stop waits for open answers
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals of the process to `main`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Listens as soon as it is made, so that a taken port is an error at start (OSError naming host and port)."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        """`port` 0 picks a free one."""
+        try:
+            self._socket = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise OSError(f"http.host = {host}, http.port = {port}: cannot listen: {error.strerror}") from error
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=75,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+
+    async def stop(self) -> None:
+        """Takes no new connection, waits a little for open answers, closes."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        self._socket.close()
