@@ -1,0 +1,250 @@
+"""What a batch moves where: checks against both sides' memory, then copy descriptors. Pure; no byte moves here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sluice.v1 import registry_pb2, wire_pb2
+
+from transfer.layout import INDEXER_KINDS, MAIN_KINDS, Kind, block_bytes, kind_name, kinds_of, require_same_layout
+from transfer.topology import Contributor, contributor_of, tp_block_range
+
+WORD_BYTES = 8  # of a generation word
+_ADDRESS_LIMIT = 1 << 64
+
+
+class PullRefused(ValueError):
+    """A hand-shake, batch or entry that must not be read; the text says what does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMemory:
+    """Blocks of one tensor: block b is ``block_bytes`` bytes at ``address + b * block_bytes``."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """This decode rank's destinations of one layer: main KV in the host pool, indexer tensors on its device."""
+
+    ckv: TensorMemory
+    k_rope: TensorMemory
+    indexer_key: TensorMemory | None = None
+    indexer_scale: TensorMemory | None = None
+
+    def tensors(self) -> dict[Kind, TensorMemory]:
+        """By ``TensorKind``."""
+        named = {
+            wire_pb2.TENSOR_KIND_CKV: self.ckv,
+            wire_pb2.TENSOR_KIND_K_ROPE: self.k_rope,
+            wire_pb2.TENSOR_KIND_INDEXER_KEY: self.indexer_key,
+            wire_pb2.TENSOR_KIND_INDEXER_SCALE: self.indexer_scale,
+        }
+        return {kind: memory for kind, memory in named.items() if memory is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLayer:
+    """Where prefill keeps a layer."""
+
+    slot: int
+    tensors: Mapping[Kind, TensorMemory]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMap:
+    """A prefill rank after its Hello was found in order."""
+
+    name: str  # worker id
+    epoch: str
+    session_id: str
+    part: Contributor
+    layers: Sequence[SourceLayer]
+    generation_address: int
+
+    def generation_word(self, slot: int) -> int:
+        """Address of the slot's generation, in prefill's memory."""
+        return self.generation_address + WORD_BYTES * slot
+
+
+@dataclass(slots=True)
+class Descriptors:
+    """One-sided copies: ``sizes[i]`` bytes from ``remote[i]`` to ``local[i]``."""
+
+    local: list[int] = field(default_factory=list)
+    remote: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, source: TensorMemory, remote_block: int, destination: TensorMemory, local_block: int) -> None:
+        self.local.append(destination.address + local_block * destination.block_bytes)
+        self.remote.append(source.address + remote_block * source.block_bytes)
+        self.sizes.append(source.block_bytes)
+
+    def extend(self, other: Descriptors) -> None:
+        self.local += other.local
+        self.remote += other.remote
+        self.sizes += other.sizes
+
+
+class PullPlanner:
+    """One decode TP rank's memory, and what may be read into it."""
+
+    def __init__(
+        self, layout: registry_pb2.KvLayout, memory: Sequence[LayerMemory], *, name: str, tp_rank: int, tp_size: int
+    ) -> None:
+        """``memory``: one per layer. Raises ValueError when it does not have the layout's shape."""
+        self.layout = layout
+        self.name = name
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        self._memory = [layer.tensors() for layer in memory]
+        if len(memory) != layout.num_layers:
+            raise ValueError(f"memory of {len(memory)} layers for a layout of {layout.num_layers}")
+        for layer, tensors in enumerate(self._memory):
+            if problem := self._layer_problem(layer, tensors):
+                raise ValueError(f"{name}: memory of {problem}")
+        self._main_blocks = _least_blocks(self._memory, MAIN_KINDS)
+        self._indexer_blocks = _least_blocks(self._memory, INDEXER_KINDS)
+
+    def check_blocks(self, request_id: str, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
+        """Raises ValueError when a destination block does not exist."""
+        for name, blocks, count in (
+            ("main", main_blocks, self._main_blocks),
+            ("indexer", indexer_blocks, self._indexer_blocks),
+        ):
+            if outside := [block for block in blocks if not 0 <= block < count]:
+                raise ValueError(f"request {request_id}: {name} blocks {outside[:4]} are not in 0..{count - 1}")
+
+    def layers_owed_by(self, member: int) -> Iterable[int]:
+        """The layers of which this member must announce every block: only member 0 gives main KV."""
+        return range(self.layout.num_layers) if member == 0 else self.layout.indexer_layers
+
+    def source(self, hello: wire_pb2.Hello) -> SourceMap:
+        """Checks a Hello. Raises PullRefused naming both sides' values."""
+        if not hello.worker_id or not hello.session_id or not hello.epoch:
+            raise PullRefused("Hello without worker_id, epoch or session_id")
+        try:
+            require_same_layout(self.layout, hello.layout, self.name, hello.worker_id)
+            part = contributor_of(hello.tp_rank, hello.tp_size, self.tp_size)
+        except ValueError as error:
+            raise PullRefused(str(error)) from None
+        if part.decode_rank != self.tp_rank:
+            raise PullRefused(f"{hello.worker_id} feeds decode TP rank {part.decode_rank}, not {self.name}")
+        given = sorted(described.layer for described in hello.layers)
+        if given != list(range(self.layout.num_layers)):
+            raise PullRefused(
+                f"Hello of {hello.worker_id} describes layers {given[:8]}, not 0..{len(self._memory) - 1}"
+            )
+        layers = [self._source_layer(described) for described in sorted(hello.layers, key=lambda each: each.layer)]
+        last_word = hello.generation_address + WORD_BYTES * max(layer.slot for layer in layers)
+        if hello.generation_address == 0 or hello.generation_address % WORD_BYTES or last_word >= _ADDRESS_LIMIT:
+            raise PullRefused(f"generation_address {hello.generation_address:#x} is not that of 64-bit words")
+        return SourceMap(hello.worker_id, hello.epoch, hello.session_id, part, layers, hello.generation_address)
+
+    def check_batch(self, source: SourceMap, batch: wire_pb2.ReadReady) -> None:
+        """Raises PullRefused when the batch as a whole cannot be read."""
+        if batch.layer >= self.layout.num_layers:
+            raise PullRefused(f"layer {batch.layer} is not in 0..{self.layout.num_layers - 1}")
+        if batch.slot != source.layers[batch.layer].slot:
+            raise PullRefused(
+                f"layer {batch.layer} in slot {batch.slot}, not {source.layers[batch.layer].slot} as in Hello"
+            )
+        if (batch.member, batch.members) != (source.part.member, source.part.members):
+            raise PullRefused(
+                f"contributor {batch.member} of {batch.members}, but {source.name} is {source.part.member} of "
+                f"{source.part.members}"
+            )
+        requests = [entry.request_id for entry in batch.entries]
+        if len(set(requests)) != len(requests):
+            raise PullRefused("a request has more than one entry")
+        if missing := sorted(set(batch.finished) - set(requests)):
+            raise PullRefused(f"finished requests {missing[:4]} have no entry")
+
+    def entry(
+        self,
+        source: SourceMap,
+        layer: int,
+        entry: wire_pb2.ReadEntry,
+        main_blocks: Sequence[int],
+        indexer_blocks: Sequence[int],
+    ) -> Descriptors:
+        """This rank's share of an entry; ``main_blocks``, ``indexer_blocks``: the request's own, in request order.
+
+        May be empty. Raises PullRefused, see the texts.
+        """
+        theirs, ours = source.layers[layer].tensors, self._memory[layer]
+        main, indexer = len(entry.main_blocks), len(entry.indexer_blocks)
+        wants_indexer = layer in self.layout.indexer_layers
+        if wants_indexer and (main, entry.main_start) != (indexer, entry.indexer_start):
+            raise PullRefused(
+                f"indexer presence mismatch: {indexer} indexer blocks from {entry.indexer_start}, "
+                f"but {main} main blocks from {entry.main_start}"
+            )
+        if not wants_indexer and indexer:
+            raise PullRefused(f"indexer presence mismatch: {indexer} indexer blocks, but layer {layer} has no indexer")
+        _check_destination("main", entry.main_start, main, len(main_blocks))
+        _check_destination("indexer", entry.indexer_start, indexer, len(indexer_blocks))
+        for kind, tensor in theirs.items():
+            blocks = entry.main_blocks if kind in MAIN_KINDS else entry.indexer_blocks
+            if any(block >= tensor.num_blocks for block in blocks):
+                raise PullRefused(
+                    f"prefill block {max(blocks)} of {kind_name(kind)} is not in 0..{tensor.num_blocks - 1}"
+                )
+        descriptors = Descriptors()
+        main_share = tp_block_range(main, self.tp_rank, self.tp_size, entry.main_start)
+        if source.part.member != 0:
+            main_share = range(0)
+        indexer_share = tp_block_range(indexer, source.part.member, source.part.members, entry.indexer_start)
+        for kind in kinds_of(self.layout, layer):
+            if kind in MAIN_KINDS:
+                share, remote, local, start = main_share, entry.main_blocks, main_blocks, entry.main_start
+            else:
+                share, remote, local, start = indexer_share, entry.indexer_blocks, indexer_blocks, entry.indexer_start
+            for index in share:
+                descriptors.add(theirs[kind], remote[index], ours[kind], local[start + index])
+        return descriptors
+
+    def _source_layer(self, described: wire_pb2.LayerLayout) -> SourceLayer:
+        tensors = {
+            tensor.kind: TensorMemory(tensor.address, tensor.block_bytes, tensor.num_blocks)
+            for tensor in described.tensors
+        }
+        if len(tensors) != len(described.tensors):
+            raise PullRefused(f"layer {described.layer} has two tensors of one kind")
+        if problem := self._layer_problem(described.layer, tensors):
+            raise PullRefused(problem)
+        if described.slot >= self.layout.num_layers:
+            raise PullRefused(
+                f"layer {described.layer} is in slot {described.slot}; there are at most as many as layers"
+            )
+        return SourceLayer(described.slot, tensors)
+
+    def _layer_problem(self, layer: int, tensors: Mapping[Kind, TensorMemory]) -> str | None:
+        """What does not fit the layout in a layer's tensors of either side."""
+        wanted = kinds_of(self.layout, layer)
+        if set(tensors) != set(wanted):
+            have, want = (", ".join(map(kind_name, sorted(kinds))) for kinds in (tensors, wanted))
+            return f"layer {layer} consists of {have or 'nothing'}; it must be {want}"
+        for kind in wanted:
+            tensor, size = tensors[kind], block_bytes(self.layout, kind)
+            name = kind_name(kind)
+            if tensor.block_bytes != size:
+                return f"layer {layer}: {name} has blocks of {tensor.block_bytes} bytes; {self.name} expects {size}"
+            if not tensor.num_blocks or not 0 < tensor.address < _ADDRESS_LIMIT - size * tensor.num_blocks:
+                return f"layer {layer}: {name} has {tensor.num_blocks} blocks at address {tensor.address:#x}"
+        return None
+
+
+def _least_blocks(memory: Sequence[Mapping[Kind, TensorMemory]], kinds: Iterable[Kind]) -> int:
+    return min((layer[kind].num_blocks for layer in memory for kind in kinds if kind in layer), default=0)
+
+
+def _check_destination(name: str, start: int, count: int, reserved: int) -> None:
+    if start + count > reserved:
+        raise PullRefused(
+            f"{name} destination range is incomplete: blocks {start}..{start + count - 1}, but {reserved} are reserved"
+        )

@@ -1,0 +1,157 @@
+"""Node-to-node messages on ZMQ: one serialized ``WireMessage`` per ZMQ message, DEALER at prefill, ROUTER at decode.
+
+Order on a connection: Hello -> HelloReply, then any number of ReadReady, each answered by one ReadDone or ReadFailed
+with the same sequence number. A connection is never silently replaced: a DEALER does not reconnect by itself, because
+the peer behind the same address may be another process; its owner notices the loss and shakes hands again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any, NamedTuple
+
+import zmq
+from google.protobuf.message import DecodeError
+from sluice.v1 import wire_pb2
+from zmq.utils.monitor import recv_monitor_message
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
+_DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
+_HEARTBEAT_MS = 2_000  # a silently dropped host is noticed after two of these
+
+Body = wire_pb2.Hello | wire_pb2.HelloReply | wire_pb2.ReadReady | wire_pb2.ReadDone | wire_pb2.ReadFailed
+_FIELD_OF = {
+    wire_pb2.Hello: "hello",
+    wire_pb2.HelloReply: "hello_reply",
+    wire_pb2.ReadReady: "read_ready",
+    wire_pb2.ReadDone: "read_done",
+    wire_pb2.ReadFailed: "read_failed",
+}
+
+
+class WireError(ValueError):
+    """A message that cannot be sent or understood: too large, not a WireMessage, empty, or of another version."""
+
+
+class WireVersionError(WireError):
+    """A well-formed message of another protocol version."""
+
+
+class SocketEvent(NamedTuple):
+    """What a socket monitor saw: a ``zmq.Event`` and its value (a file descriptor or an errno)."""
+
+    event: int
+    value: int
+
+
+def encode(body: Body) -> bytes:
+    """Raises WireError when the message is larger than MAX_MESSAGE_BYTES."""
+    message = wire_pb2.WireMessage(version=WIRE_VERSION)
+    getattr(message, _FIELD_OF[type(body)]).CopyFrom(body)
+    payload: bytes = message.SerializeToString()
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(body).__name__} of {len(payload)} bytes is above the {MAX_MESSAGE_BYTES} accepted")
+    return payload
+
+
+def decode(payload: bytes) -> Body:
+    """The message's body. Raises WireError (WireVersionError for another version)."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(payload)} bytes is above the {MAX_MESSAGE_BYTES} accepted")
+    try:
+        message = wire_pb2.WireMessage.FromString(payload)
+    except DecodeError:
+        raise WireError(f"{len(payload)} bytes which are not a WireMessage") from None
+    if message.version != WIRE_VERSION:
+        raise WireVersionError(f"peer speaks wire protocol version {message.version}, this process {WIRE_VERSION}")
+    name = message.WhichOneof("body")
+    if name is None:
+        raise WireError("WireMessage without a body")
+    body: Body = getattr(message, name)
+    return body
+
+
+def dealer(context: zmq.Context[Any], address: str, connect_timeout_s: float) -> zmq.Socket[Any]:
+    """Prefill's socket to one decode endpoint. Connects in the background, once: a lost connection stays lost."""
+    created = _socket(context, zmq.DEALER)
+    created.setsockopt(zmq.RECONNECT_IVL, -1)
+    created.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(connect_timeout_s * 1000)))
+    try:
+        created.connect(address)
+    except zmq.ZMQError as error:
+        created.close(0)
+        raise WireError(f"{address!r} is not an address to connect to: {error}") from None
+    return created
+
+
+def router(context: zmq.Context[Any], bind: str) -> zmq.Socket[Any]:
+    """Decode's socket, bound to ``tcp://host:port`` (port ``*``: a free one). Raises OSError naming the address."""
+    created = _socket(context, zmq.ROUTER)
+    created.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        created.bind(bind)
+    except zmq.ZMQError as error:
+        created.close(0)
+        raise OSError(error.errno, f"cannot listen on {bind}: {error}") from None
+    return created
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+    created: zmq.Socket[Any] = context.socket(kind)
+    created.setsockopt(zmq.LINGER, 0)
+    created.setsockopt(zmq.SNDHWM, 0)  # bounded by leases, not by dropping messages
+    created.setsockopt(zmq.RCVHWM, 0)
+    created.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
+    created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    created.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+    return created
+
+
+def monitor(watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """A socket that tells ``events`` of ``watched``; closed by ``close_monitored``."""
+    created: zmq.Socket[Any] = watched.get_monitor_socket(events)
+    created.setsockopt(zmq.LINGER, 0)
+    return created
+
+
+def monitor_events(monitoring: zmq.Socket[Any]) -> list[SocketEvent]:
+    """All events seen since the last call; does not block."""
+    seen = []
+    with contextlib.suppress(zmq.Again):
+        while True:
+            message = recv_monitor_message(monitoring, zmq.NOBLOCK)
+            seen.append(SocketEvent(int(message["event"]), int(message["value"])))
+    return seen
+
+
+def close_monitored(watched: zmq.Socket[Any]) -> None:
+    """Closes a socket and its monitor, dropping what was not sent."""
+    watched.disable_monitor()
+    watched.close(0)
+
+
+class Wakeup:
+    """Ends another thread's ``zmq.Poller.poll``: register ``fileno()`` for POLLIN and call ``clear`` when it fires."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is set already; closed: nobody waits any more
+            self._write.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
