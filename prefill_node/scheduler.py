@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_cache import KVCacheManager
+from prefill_node.outcome import FailureKind
 from prefill_node.steps import Chunk, StepPlan
-
-
-class RefusalReason(enum.Enum):
-    TOO_LONG = "too long"
-    QUEUE_FULL = "queue full"
-    DUPLICATE = "duplicate"
 
 
 class Refused(Exception):
     """The request was not taken; nothing is held for it."""
 
-    def __init__(self, reason: RefusalReason, text: str) -> None:
+    def __init__(self, kind: FailureKind, text: str) -> None:
         super().__init__(text)
-        self.reason = reason
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class PrefillJob:
 @dataclass
 class _Entry:
     job: PrefillJob
-    linked: bool = False
+    routed: bool = False
     computed: int = 0  # leading prompt tokens whose KV is written
     blocks: dict[str, list[int]] = field(default_factory=dict)
 
@@ -98,6 +92,10 @@ class PrefillScheduler:
         self._steps = 0
 
     @property
+    def block_size(self) -> int:
+        return self._limits.block_size
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -109,34 +107,34 @@ class PrefillScheduler:
         return request_id in self._waiting or request_id in self._running
 
     def submit(self, job: PrefillJob) -> None:
-        """Queues a job; it runs only after `set_linked`. Raises Refused."""
+        """Queues a job; it runs only after `set_routed`. Raises Refused."""
         limits, tokens = self._limits, len(job.prompt)
         if job.request_id in self:
-            raise Refused(RefusalReason.DUPLICATE, f"request {job.request_id!r} is already being prefilled")
+            raise Refused(FailureKind.DUPLICATE, f"request {job.request_id!r} is already being prefilled")
         if tokens > limits.max_prompt_tokens:
             raise Refused(
-                RefusalReason.TOO_LONG,
+                FailureKind.TOO_LONG,
                 f"request {job.request_id!r}: {tokens} prompt tokens, this prefill group takes at most "
                 f"{limits.max_prompt_tokens}",
             )
         if not self._cache.can_ever_allocate(tokens):
             held = ", ".join(f"{name}: {usage.total}" for name, usage in self._cache.usage().items())
             raise Refused(
-                RefusalReason.TOO_LONG,
+                FailureKind.TOO_LONG,
                 f"request {job.request_id!r}: {tokens} prompt tokens need {-(-tokens // limits.block_size)} blocks, "
                 f"this prefill group has {held}",
             )
         if len(self._waiting) >= limits.max_waiting:
             raise Refused(
-                RefusalReason.QUEUE_FULL,
+                FailureKind.QUEUE_FULL,
                 f"request {job.request_id!r}: {limits.max_waiting} requests are waiting already (prefill.max_waiting)",
             )
         self._waiting[job.request_id] = _Entry(job)
 
-    def set_linked(self, request_id: str) -> None:
+    def set_routed(self, request_id: str) -> None:
         """Every rank can reach the request's destination: it may run. No effect on a request that is gone."""
         if entry := self._waiting.get(request_id):
-            entry.linked = True
+            entry.routed = True
 
     def cancel(self, request_id: str) -> bool:
         """Forgets the request, in any state, and frees what it holds; False if it is not here (any more)."""
@@ -149,7 +147,7 @@ class PrefillScheduler:
         late = {}
         for request_id, entry in self._waiting.items():
             if now >= min(entry.job.deadline, entry.job.start_by):
-                behind = "for its turn" if entry.linked else "for the links to its destination"
+                behind = "for its turn" if entry.routed else "for the routes to its destination"
                 late[request_id] = f"request {request_id!r} waited too long {behind}, its destination lapsed"
         for request_id, entry in self._running.items():
             if now >= entry.job.deadline:
@@ -188,10 +186,10 @@ class PrefillScheduler:
     def _admit(self) -> None:
         """Phase 1: move requests into `running`, in order of arrival, while blocks and places last.
 
-        A request whose links are still being opened lets others pass; one that waits for blocks does not, so that long
+        A request whose routes are still being opened lets others pass; one that waits for blocks does not, so that long
         prompts are not overtaken for ever.
         """
-        for request_id, entry in [item for item in self._waiting.items() if item[1].linked]:
+        for request_id, entry in [item for item in self._waiting.items() if item[1].routed]:
             tokens = len(entry.job.prompt)
             if len(self._running) >= self._limits.max_requests or not self._cache.can_allocate(request_id, tokens):
                 return

@@ -51,10 +51,11 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class OpenLink:
-    """Open (or find) this rank's link to the request's destination; answered by `LinkOpened`."""
+class OpenRoute:
+    """Open this rank's route to the request's destination; answered by `RouteOpened`."""
 
     request_id: str
+    attempt: int  # tells a request from an earlier one of the same id
     destination: worker_pb2.Destination
 
 
@@ -70,12 +71,13 @@ class Stop:
     """End the process."""
 
 
-Command = StepPlan | OpenLink | Drop | Stop
+Command = StepPlan | OpenRoute | Drop | Stop
 
 
 @dataclass(frozen=True)
-class LinkOpened:
+class RouteOpened:
     request_id: str
+    attempt: int
     error: str = ""  # empty = open
 
 
@@ -94,4 +96,4 @@ class RequestErrors:
     errors: Mapping[str, str]
 
 
-Report = LinkOpened | StepDone | RequestErrors
+Report = RouteOpened | StepDone | RequestErrors

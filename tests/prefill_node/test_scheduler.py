@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache import CacheSpec, KVCacheManager
-from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler, RefusalReason, Refused, share_budget
+from prefill_node.outcome import FailureKind
+from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler, Refused, share_budget
 
 BLOCK = 4
 
@@ -20,7 +21,7 @@ def job(request_id, tokens, deadline=1000.0, start_by=1000.0):
 
 def submit(scheduler, request_id, tokens, **times):
     scheduler.submit(job(request_id, tokens, **times))
-    scheduler.set_linked(request_id)
+    scheduler.set_routed(request_id)
 
 
 def used(cache):
@@ -90,7 +91,7 @@ def test_requests_waiting_for_blocks_are_not_overtaken():
     assert order.index("b") < order.index("c")
 
 
-def test_a_request_runs_only_when_its_links_are_open():
+def test_a_request_runs_only_when_its_routes_are_open():
     scheduler, _ = make_scheduler()
     scheduler.submit(job("a", 4))
     assert scheduler.schedule() is None
@@ -98,7 +99,7 @@ def test_a_request_runs_only_when_its_links_are_open():
     plan = scheduler.schedule()
     assert [chunk.request_id for chunk in plan.chunks] == ["b"]
     scheduler.complete(plan)
-    scheduler.set_linked("a")
+    scheduler.set_routed("a")
     assert [chunk[0] for chunk in run(scheduler)[0]] == ["a"]
 
 
@@ -113,7 +114,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once():
     scheduler, cache = make_scheduler(blocks=8)
     with pytest.raises(Refused, match=r"33 prompt tokens need 9 blocks.*main: 8") as refused:
         scheduler.submit(job("a", 33))
-    assert refused.value.reason is RefusalReason.TOO_LONG
+    assert refused.value.kind is FailureKind.TOO_LONG
     assert used(cache) == {"main": 0, "indexer": 0}
     assert "a" not in scheduler
 
@@ -129,7 +130,7 @@ def test_a_full_queue_refuses():
     scheduler.submit(job("a", 4))
     with pytest.raises(Refused, match=r"prefill\.max_waiting") as refused:
         scheduler.submit(job("b", 4))
-    assert refused.value.reason is RefusalReason.QUEUE_FULL
+    assert refused.value.kind is FailureKind.QUEUE_FULL
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards():
@@ -137,7 +138,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
     submit(scheduler, "a", 4)
     with pytest.raises(Refused) as refused:
         scheduler.submit(job("a", 4))
-    assert refused.value.reason is RefusalReason.DUPLICATE
+    assert refused.value.kind is FailureKind.DUPLICATE
     run(scheduler)
     submit(scheduler, "a", 4)
     assert run(scheduler) == [[("a", 0, 4)]]
@@ -145,8 +146,8 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
 
 def test_cancel_in_every_state_returns_pools_to_zero():
     scheduler, cache = make_scheduler()
-    scheduler.submit(job("unlinked", 4))
-    assert scheduler.cancel("unlinked")
+    scheduler.submit(job("unrouted", 4))
+    assert scheduler.cancel("unrouted")
     submit(scheduler, "waiting", 4)
     assert scheduler.cancel("waiting")
     submit(scheduler, "scheduled", 40)
@@ -163,10 +164,10 @@ def test_cancel_in_every_state_returns_pools_to_zero():
 
 def test_waiting_requests_expire_with_their_destination():
     scheduler, _ = make_scheduler()
-    scheduler.submit(job("linking", 4, start_by=5.0))
+    scheduler.submit(job("routing", 4, start_by=5.0))
     submit(scheduler, "queued", 4, start_by=9.0)
     assert scheduler.expire(4.9) == {}
-    assert "links to its destination" in scheduler.expire(5.0)["linking"]
+    assert "routes to its destination" in scheduler.expire(5.0)["routing"]
     assert "for its turn" in scheduler.expire(9.0)["queued"]
     assert scheduler.num_waiting == 0
 

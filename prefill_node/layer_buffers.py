@@ -1,0 +1,104 @@
+"""The tensors of prefill's physical layer buffers, in device memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from sluice.v1 import wire_pb2
+from torch import Tensor
+
+from prefill_node.geometry import REGION_ALIGNMENT, KvGeometry
+from prefill_node.plan import LayerBufferPlan
+from prefill_node.pool_layout import TensorAddress
+
+
+class Allocator(Protocol):
+    """Where tensors come from: `engine.device.Device`."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of unspecified contents."""
+
+
+@dataclass(frozen=True)
+class SlotTensors:
+    """One physical slot. The layers assigned to it take turns in these tensors."""
+
+    ckv: Tensor  # [blocks, block_size, 1, kv_lora_rank], model dtype
+    k_rope: Tensor  # [blocks, block_size, 1, rope_dim], model dtype
+    indexer_key: Tensor | None  # [blocks, block_size, 1, index_dim], model dtype; None if no layer of the slot has one
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of a pool object's parts."""
+        main = (self.ckv, self.k_rope)
+        return main if self.indexer_key is None else (*main, self.indexer_key)
+
+
+class LayerBuffers:
+    """All slots of one prefill rank, each one allocation, and the generation word of each slot.
+
+    Exactly `plan.num_slots` buffers are held, whatever the number of layers
+    (test_the_device_holds_one_allocation_per_slot). The memory belongs to the allocator and lives as long as it.
+    """
+
+    def __init__(
+        self, allocator: Allocator, plan: LayerBufferPlan, geometry: KvGeometry, num_blocks: int, dtype: torch.dtype
+    ) -> None:
+        """Allocates. Raises what the allocator raises when the device is full."""
+        self.plan = plan
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self._dtype = dtype
+        self._regions: list[Tensor] = []
+        self.slots = tuple(self._slot(allocator, layers) for layers in plan.slots)
+        self.generation_words = allocator.empty((plan.num_slots,), torch.int64)  # for GenerationWords to fill
+
+    def regions(self) -> list[tuple[int, int]]:
+        """`(address, bytes)` of the KV memory, one region per slot, in whole 2 MiB pages."""
+        return [(region.data_ptr(), region.numel()) for region in self._regions]
+
+    def generation_region(self) -> tuple[int, int]:
+        """`(address, bytes)` of the page that holds the generation words."""
+        return self.generation_words.data_ptr(), REGION_ALIGNMENT
+
+    def of_layer(self, layer: int) -> SlotTensors:
+        """The slot that `layer` is computed in."""
+        return self.slots[self.plan.slot_of_layer[layer]]
+
+    def addresses(self, layer: int) -> tuple[TensorAddress, ...]:
+        """Where the tensors of `layer`'s slot lie, in the order of a pool object's parts."""
+        return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in self.of_layer(layer).tensors)
+
+    def layouts(self) -> list[wire_pb2.LayerLayout]:
+        """What the hand-shake tells a reader: slot and tensors of every layer."""
+        kinds = (wire_pb2.TENSOR_KIND_CKV, wire_pb2.TENSOR_KIND_K_ROPE, wire_pb2.TENSOR_KIND_INDEXER_KEY)
+        layouts = []
+        for layer in range(self.plan.num_layers):
+            owned = kinds if layer in self.geometry.indexer_layers else kinds[:2]
+            tensors = [
+                wire_pb2.TensorLayout(
+                    kind=kind, address=place.address, block_bytes=place.block_bytes, num_blocks=self.num_blocks
+                )
+                for kind, place in zip(owned, self.addresses(layer), strict=False)
+            ]
+            layouts.append(wire_pb2.LayerLayout(layer=layer, slot=self.plan.slot_of_layer[layer], tensors=tensors))
+        return layouts
+
+    def _slot(self, allocator: Allocator, layers: tuple[int, ...]) -> SlotTensors:
+        geometry = self.geometry
+        region = allocator.empty((geometry.region_bytes(layers, self.num_blocks),), torch.uint8)
+        self._regions.append(region)
+        rows = [geometry.kv_lora_rank, geometry.rope_dim]
+        if geometry.slot_block(layers).indexer_key:
+            rows.append(geometry.index_dim)
+        tensors, start = [], 0
+        for row in rows:
+            shape = (self.num_blocks, geometry.block_size, 1, row)
+            nbytes = math.prod(shape) * self._dtype.itemsize
+            tensors.append(region[start : start + nbytes].view(self._dtype).view(shape))
+            start += nbytes
+        return SlotTensors(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None)

@@ -1,0 +1,283 @@
+"""The engine thread of TP rank 0: takes requests in, decides steps, samples first tokens, ends requests."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sluice.v1 import worker_pb2
+from transfer.mem_pool import PoolError
+
+from engine.sampling import Sampled, SampleRow, SamplingError, sample
+from engine.sampling_params import SamplingParams
+from engine.tp_channel import ChannelError, TpLeader
+from prefill_node.outcome import FailureKind, Outcome, PrefillFailure, PrefillResult
+from prefill_node.pool_saver import PoolSaver
+from prefill_node.rank import PrefillRank, StepResult
+from prefill_node.scheduler import PrefillJob, PrefillScheduler, Refused
+from prefill_node.steps import (
+    Chunk,
+    Drop,
+    OpenRoute,
+    RequestErrors,
+    RouteOpened,
+    StepDone,
+    StepPlan,
+    Stop,
+)
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.05  # longest sleep of an idle engine thread
+_BUSY_POLL_S = 0.001  # between looks for reports that are about to come
+
+
+class RankLost(RuntimeError):
+    """A rank of the group did not finish a step in time."""
+
+
+class LeaderCounters(NamedTuple):
+    prompts: int = 0  # first tokens sampled
+    failed: int = 0
+    tokens: int = 0  # prompt tokens computed
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass
+class _Request:
+    job: PrefillJob
+    params: SamplingParams
+    reply: Callable[[Outcome], None]
+    attempt: int
+    arrived: float
+    unrouted: set[int]  # ranks that have no route to its destination yet
+    started: float = 0.0
+
+
+class PrefillLeader:
+    """Requests in, outcomes out; every request is answered exactly once and forgotten on every rank then.
+
+    `submit`, `cancel` and `stop` may be called by any thread. `run` is the engine thread and calls everything else.
+    """
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        rank: PrefillRank,
+        channel: TpLeader,
+        saver: PoolSaver,
+        *,
+        tp_size: int,
+        reloads: bool,
+        step_timeout_s: float,
+    ) -> None:
+        """`reloads`: whether later chunks need earlier rows from the pool. `step_timeout_s`: for the other ranks."""
+        self._scheduler, self._rank, self._channel, self._saver = scheduler, rank, channel, saver
+        self._tp_size, self._reloads, self._step_timeout_s = tp_size, reloads, step_timeout_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._requests: dict[str, _Request] = {}
+        self._attempts = itertools.count(1)
+        self._done_ranks: dict[int, StepDone] = {}
+        self._stopping = threading.Event()
+        self.counters = LeaderCounters()  # replaced, never changed: any thread may read it
+
+    def submit(
+        self,
+        job: PrefillJob,
+        params: SamplingParams,
+        destination: worker_pb2.Destination,
+        reply: Callable[[Outcome], None],
+    ) -> None:
+        """Takes a request in; `reply` is called once, on the engine thread."""
+        self._inbox.put(lambda: self._submit(job, params, destination, reply))
+
+    def cancel(self, request_id: str) -> None:
+        """The caller is gone: the request ends, if it has not."""
+        self._inbox.put(lambda: self._cancel(request_id))
+
+    def stop(self) -> None:
+        """Ends `run` after the step under way."""
+        self._stopping.set()
+        self._inbox.put(lambda: None)
+
+    def run(self) -> None:
+        """Until `stop`. Whatever it raises is the end of this process; open requests are answered in any case."""
+        try:
+            while not self._stopping.is_set():
+                self.run_once()
+        finally:
+            with contextlib.suppress(ChannelError):
+                self._channel.broadcast(Stop())
+            for request_id in list(self._requests):
+                self._end(request_id, PrefillFailure(FailureKind.STOPPED, "this prefill group is stopping"))
+
+    def run_once(self) -> None:
+        """Takes in what has arrived, then runs one step; sleeps a moment if there is nothing to do."""
+        self._take_inbox()
+        for rank, report in [*((0, report) for report in self._rank.poll()), *self._channel.reports()]:
+            self._take_report(rank, report)
+        for request_id, text in self._scheduler.expire(time.monotonic()).items():
+            self._end(request_id, PrefillFailure(FailureKind.EXPIRED, text))
+        plan = self._scheduler.schedule()
+        if plan is None:
+            self._sleep()
+            return
+        plan = self._with_pool_objects(plan)
+        if plan.chunks:
+            self._step(plan)
+
+    def _take_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _sleep(self) -> None:
+        opening = any(request.unrouted for request in self._requests.values())
+        try:
+            self._inbox.get(timeout=_BUSY_POLL_S if opening else _IDLE_S)()
+        except queue.Empty:
+            return
+
+    def _submit(
+        self,
+        job: PrefillJob,
+        params: SamplingParams,
+        destination: worker_pb2.Destination,
+        reply: Callable[[Outcome], None],
+    ) -> None:
+        try:
+            self._scheduler.submit(job)
+        except Refused as refused:
+            self._count(failed=1)
+            reply(PrefillFailure(refused.kind, str(refused)))
+            return
+        command = OpenRoute(job.request_id, next(self._attempts), destination)
+        self._requests[job.request_id] = _Request(
+            job, params, reply, command.attempt, time.monotonic(), unrouted=set(range(self._tp_size))
+        )
+        self._channel.broadcast(command)
+        self._rank.open_route(command)
+
+    def _cancel(self, request_id: str) -> None:
+        self._end(request_id, PrefillFailure(FailureKind.STOPPED, f"request {request_id!r} was cancelled"))
+
+    def _take_report(self, rank: int, report: Any) -> None:
+        match report:
+            case RouteOpened():
+                self._take_route(rank, report)
+            case RequestErrors(errors=errors):
+                self._lose(errors)
+            case StepDone():
+                self._done_ranks[rank] = report
+            case _:
+                log.warning("rank %d reported %r, which nobody expects", rank, report)
+
+    def _take_route(self, rank: int, report: RouteOpened) -> None:
+        request = self._requests.get(report.request_id)
+        if request is None or request.attempt != report.attempt:
+            return  # it has ended meanwhile
+        if report.error:
+            self._lose({report.request_id: f"request {report.request_id!r}: rank {rank}: {report.error}"})
+            return
+        request.unrouted.discard(rank)
+        if not request.unrouted:
+            self._scheduler.set_routed(report.request_id)
+
+    def _with_pool_objects(self, plan: StepPlan) -> StepPlan:
+        """Adds where each later chunk's earlier rows are; requests whose rows are lost end here."""
+        if not self._reloads:
+            return plan
+        chunks = []
+        for chunk in plan.chunks:
+            try:
+                chunks.append(self._located(chunk))
+            except PoolError as error:
+                self._lose({chunk.request_id: str(error)})
+        return replace(plan, chunks=tuple(chunks))
+
+    def _located(self, chunk: Chunk) -> Chunk:
+        blocks = chunk.written_blocks(self._scheduler.block_size).start
+        return replace(chunk, pool_objects=self._saver.addresses(chunk.request_id, blocks)) if blocks else chunk
+
+    def _step(self, plan: StepPlan) -> None:
+        started = time.monotonic()
+        for chunk in plan.chunks:
+            request = self._requests[chunk.request_id]
+            request.started = request.started or started
+        self._done_ranks.clear()
+        self._channel.broadcast(plan)
+        result = self._rank.run(plan)
+        errors = {**self._await_ranks(plan), **result.errors}
+        first_tokens, unsampled = self._sample(result, errors)
+        ended = self._scheduler.complete(plan)
+        seconds = time.monotonic() - started
+        self._count(tokens=plan.num_tokens, steps=1, step_seconds=seconds)
+        self._lose(errors)
+        for request_id in ended:
+            if done := self._requests.get(request_id):
+                self._end(request_id, unsampled.get(request_id) or self._result(done, first_tokens[request_id]))
+
+    def _await_ranks(self, plan: StepPlan) -> Mapping[str, str]:
+        """Errors of the other ranks, which finish together with this one. Raises RankLost."""
+        deadline = time.monotonic() + self._step_timeout_s
+        while len(self._done_ranks) < self._tp_size - 1:
+            for rank, report in self._channel.reports():
+                self._take_report(rank, report)
+            if missing := set(range(1, self._tp_size)) - set(self._done_ranks):
+                if time.monotonic() >= deadline:
+                    raise RankLost(f"TP ranks {sorted(missing)} did not finish step {plan.number} in time")
+                time.sleep(_BUSY_POLL_S)
+        errors: dict[str, str] = {}
+        for report in self._done_ranks.values():
+            errors.update(report.errors)
+        return errors
+
+    def _sample(
+        self, result: StepResult, errors: Mapping[str, str]
+    ) -> tuple[Mapping[str, Sampled], Mapping[str, PrefillFailure]]:
+        """First tokens of the prompts that ended, and why some have none."""
+        tokens: dict[str, Sampled] = {}
+        failures: dict[str, PrefillFailure] = {}
+        left = [index for index, chunk in enumerate(result.ending) if chunk.request_id not in errors]
+        while left:
+            rows = [self._sample_row(result.ending[index]) for index in left]
+            try:
+                sampled = sample(result.logits[left], rows)
+            except SamplingError as error:
+                failures.update((bad, PrefillFailure(FailureKind.MODEL, str(error))) for bad in error.request_ids)
+                left = [index for index in left if result.ending[index].request_id not in error.request_ids]
+                continue
+            tokens.update(zip((row.request_id for row in rows), sampled, strict=True))
+            break
+        return tokens, failures
+
+    def _sample_row(self, chunk: Chunk) -> SampleRow:
+        return SampleRow(chunk.request_id, self._requests[chunk.request_id].params, chunk.prompt_tokens)
+
+    def _result(self, request: _Request, token: Sampled) -> PrefillResult:
+        return PrefillResult(token, request.started - request.arrived, time.monotonic() - request.started)
+
+    def _lose(self, errors: Mapping[str, str]) -> None:
+        for request_id, text in errors.items():
+            self._end(request_id, PrefillFailure(FailureKind.LOST, text))
+
+    def _end(self, request_id: str, outcome: Outcome) -> None:
+        """The one place where a request ends: freed here and on every rank, and answered. Idempotent."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._scheduler.cancel(request_id)
+        self._channel.broadcast(Drop((request_id,)))
+        self._rank.drop((request_id,))
+        self._count(prompts=isinstance(outcome, PrefillResult), failed=isinstance(outcome, PrefillFailure))
+        request.reply(outcome)
+
+    def _count(self, **more: float) -> None:
+        now = self.counters._asdict()
+        self.counters = LeaderCounters(**{name: value + more.get(name, 0) for name, value in now.items()})

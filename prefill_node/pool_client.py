@@ -1,0 +1,97 @@
+"""What prefill asks of the pool, and the thread that asks it under a deadline."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Protocol, TypeVar
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_STOP_S = 5.0
+
+
+class PoolClient(Protocol):
+    """The part of `transfer.mem_pool.MemPool` used here. Failures raise `transfer.mem_pool.PoolError`."""
+
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Addresses of new objects; they do not exist for others until `finish`."""
+
+    def save(self, dst_gvas: Sequence[int], src_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copies device memory to the pool."""
+
+    def load(self, src_gvas: Sequence[int], dst_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copies from the pool to device memory."""
+
+    def finish(self, keys: Sequence[str]) -> None:
+        """The objects are complete."""
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Gives unfinished objects back."""
+
+    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
+        """Protects finished objects from eviction; their addresses, None where an object is gone."""
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Ends the leases."""
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Deletes finished objects."""
+
+
+class PoolStuck(RuntimeError):
+    """A pool call did not return in time. It may still touch our memory, so the process must end."""
+
+
+class PoolThread:
+    """Runs pool calls one after the other on a thread of its own.
+
+    Invariant: whoever waits for a call waits no longer than the timeout (test_every_wait_has_a_deadline).
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.failure = ""  # why the thread ended early
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Runs `call` after all earlier ones. It must handle its own errors; one that escapes ends the thread."""
+        self._tasks.put(call)
+
+    def run(self, what: str, call: Callable[[], T]) -> T:
+        """Runs `call` after all earlier ones and returns its result or raises its error.
+
+        Raises PoolStuck, naming `what`, when that takes longer than the timeout.
+        """
+        future: Future[T] = Future()
+
+        def resolve() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.submit(resolve)
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeout:
+            raise PoolStuck(f"the pool did not {what} within pool.timeout_s = {self._timeout_s:g} s") from None
+
+    def close(self) -> None:
+        """Lets the queued calls end; gives up after a few seconds."""
+        self._tasks.put(None)
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            while (call := self._tasks.get()) is not None:
+                call()
+        except Exception as error:
+            log.exception("%s ended", threading.current_thread().name)
+            self.failure = f"{threading.current_thread().name} ended: {type(error).__name__}: {error}"

@@ -1,0 +1,104 @@
+"""One TP rank of a prefill group: carries out commands, collects what it has to report."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.model.decoder import DsaDecoder
+from prefill_node.backend import PrefillBackend
+from prefill_node.batch import pack
+from prefill_node.pool_saver import PoolSaver
+from prefill_node.routes import Route, Routes
+from prefill_node.steps import Chunk, OpenRoute, Report, RequestErrors, RouteOpened, StepPlan
+
+
+class Forgets(Protocol):
+    """The part of `Publisher` used here."""
+
+    def drop(self, request_id: str) -> None:
+        """No more errors are reported for the request."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    logits: Tensor  # [S, vocab] float32, a row for each chunk of `ending`
+    ending: tuple[Chunk, ...]  # the chunks that end their prompt
+    errors: Mapping[str, str]  # request id -> why it cannot go on
+
+
+class PrefillRank:
+    """Runs on one thread (the engine thread), which alone calls its methods; its queues alone are shared.
+
+    One failed request never takes the others of a step down: its error is in the step's result, theirs is not.
+    """
+
+    def __init__(
+        self,
+        decoder: DsaDecoder,
+        backend: PrefillBackend,
+        routes: Routes,
+        publisher: Forgets,
+        saver: PoolSaver | None,
+        errors: queue.SimpleQueue[tuple[str, str]],
+        block_size: int,
+    ) -> None:
+        """`errors` is where the publisher puts (request id, cause)."""
+        self._decoder, self._backend, self._routes = decoder, backend, routes
+        self._publisher, self._saver, self._block_size = publisher, saver, block_size
+        self._opened: queue.SimpleQueue[tuple[OpenRoute, Route | str]] = queue.SimpleQueue()
+        self._errors = errors
+        self._opening = 0
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a route is being opened, so that a report will come soon."""
+        return self._opening > 0
+
+    def open_route(self, command: OpenRoute) -> None:
+        """Answered by a RouteOpened in a later `poll`."""
+        self._opening += 1
+        self._routes.open(command, lambda opened, route: self._opened.put((opened, route)))
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests, in any state. What was published stays readable until its readers are done."""
+        for request_id in request_ids:
+            self._routes.drop(request_id)
+            self._publisher.drop(request_id)
+            if self._saver is not None:
+                self._saver.release(request_id)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
+        batch = pack(plan, self._block_size)
+        self._backend.begin(batch)
+        logits = self._decoder.forward(batch.token_ids, batch.positions, self._backend, batch.last_rows)
+        self._backend.end()
+        return StepResult(logits, batch.ending, {**self._take_errors(), **self._backend.errors})
+
+    def poll(self) -> list[Report]:
+        """What has happened since the last call. Never blocks."""
+        reports: list[Report] = []
+        while not self._opened.empty():
+            command, route = self._opened.get()
+            self._opening -= 1
+            if not self._routes.is_wanted(command):
+                continue
+            if isinstance(route, Route):
+                self._routes.adopt(command, route)
+            error = "" if isinstance(route, Route) else route
+            reports.append(RouteOpened(command.request_id, command.attempt, error))
+        if errors := self._take_errors():
+            reports.append(RequestErrors(errors))
+        return reports
+
+    def _take_errors(self) -> dict[str, str]:
+        errors: dict[str, str] = {}
+        while not self._errors.empty():
+            request_id, text = self._errors.get()
+            errors.setdefault(request_id, f"request {request_id!r}: {text}")
+        return errors

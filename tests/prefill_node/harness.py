@@ -1,0 +1,273 @@
+"""A prefill rank in one process over plain CPU memory: real planner, gate, backend and operators; pool and reader are
+in memory, and the reader is as slow as a test wants it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from sluice.v1 import wire_pb2, worker_pb2
+from torch import Tensor
+from transfer.mem_pool import PoolError
+
+from engine.kv_cache import CacheSpec, KVCacheManager
+from engine.model.config import ModelConfig
+from engine.model.decoder import DsaDecoder
+from engine.model.loader import load_weights
+from engine.sampling_params import SamplingParams
+from engine.tp_channel import TpLeader
+from prefill_node.backend import PrefillBackend
+from prefill_node.generation import GenerationWords
+from prefill_node.geometry import KvGeometry
+from prefill_node.layer_buffers import LayerBuffers
+from prefill_node.leader import PrefillLeader
+from prefill_node.link import Endpoint
+from prefill_node.outcome import Outcome
+from prefill_node.plan import plan_layer_buffers
+from prefill_node.pool_layout import PoolObjectLayout
+from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_saver import PoolSaver
+from prefill_node.rank import PrefillRank
+from prefill_node.reuse_gate import Consumer, ReuseGate
+from prefill_node.routes import Routes
+from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler
+
+ENDPOINT = Endpoint("tcp://reader:1", "epoch", "decode-0", 0, 0, 1)
+
+
+class HostAllocator:
+    """Plain memory full of NaN: a row that is read before it was written spoils the result."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensor = torch.full((-(-nbytes // 4),), float("nan")).view(torch.uint8)[:nbytes].view(dtype).view(*shape)
+        self.tensors.append(tensor)
+        return tensor
+
+
+class MemoryPool:
+    """The pool client's contract over a dictionary. `fail` names calls that raise PoolError."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, ctypes.Array[ctypes.c_char]] = {}
+        self.finished: set[str] = set()
+        self.leased: set[str] = set()
+        self.fail: set[str] = set()
+        self.delay_s = 0.0
+
+    def _enter(self, call: str, keys: Sequence[str] = ()) -> None:
+        time.sleep(self.delay_s)
+        for key in keys:
+            if f"{call} {key}" in self.fail:
+                raise PoolError(f"{call} of {key} fails on demand")
+        if call in self.fail:
+            raise PoolError(f"{call} fails on demand")
+
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        self._enter("alloc", keys)
+        for key, size in zip(keys, sizes, strict=True):
+            assert key not in self.objects
+            self.objects[key] = ctypes.create_string_buffer(size)
+        return [ctypes.addressof(self.objects[key]) for key in keys]
+
+    def save(self, dst_gvas: Sequence[int], src_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+        self._enter("save")
+        for dst, src, size in zip(dst_gvas, src_addrs, sizes, strict=True):
+            ctypes.memmove(dst, src, size)
+
+    def load(self, src_gvas: Sequence[int], dst_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+        self._enter("load")
+        for src, dst, size in zip(src_gvas, dst_addrs, sizes, strict=True):
+            ctypes.memmove(dst, src, size)
+
+    def finish(self, keys: Sequence[str]) -> None:
+        self._enter("finish", keys)
+        self.finished.update(keys)
+
+    def abort(self, keys: Sequence[str]) -> None:
+        assert not self.finished.intersection(keys)
+        for key in keys:
+            del self.objects[key]
+
+    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
+        self._enter("lease", keys)
+        found = [key in self.finished for key in keys]
+        self.leased.update(key for key, exists in zip(keys, found, strict=True) if exists)
+        return [ctypes.addressof(self.objects[key]) if here else None for key, here in zip(keys, found, strict=True)]
+
+    def release(self, keys: Sequence[str]) -> None:
+        self.leased.difference_update(keys)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        assert not self.leased.intersection(keys)
+        for key in keys:
+            self.finished.discard(key)
+            del self.objects[key]
+
+
+@dataclass
+class SlowReader:
+    """Stands for publisher and decode: copies what was published after `delay_s`, then opens the gate."""
+
+    gate: ReuseGate
+    buffers: LayerBuffers
+    delay_s: float = 0.0
+    rows: dict[tuple[int, str, str], dict[int, Tensor]] = field(
+        default_factory=dict
+    )  # (layer, request, kind) -> blocks
+    finished: list[str] = field(default_factory=list)
+    calls: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    _sequences: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def connect(self, destination: worker_pb2.Destination) -> Endpoint:
+        return ENDPOINT
+
+    def drop(self, request_id: str) -> None:
+        """Nothing to forget."""
+
+    def publish(
+        self,
+        layer: int,
+        slot: int,
+        endpoint: Endpoint,
+        entries: Sequence[wire_pb2.ReadEntry],
+        finished: Sequence[str] = (),
+    ) -> int | None:
+        consumer = Consumer("read", next(self._sequences))
+        self.gate.add(slot, consumer, time.monotonic() + 10.0)
+        self.calls.append((layer, tuple(entry.request_id for entry in entries)))
+        threading.Thread(target=self._read, args=(layer, slot, consumer, entries, finished), daemon=True).start()
+        return consumer.ident
+
+    def _read(
+        self,
+        layer: int,
+        slot: int,
+        consumer: Consumer,
+        entries: Sequence[wire_pb2.ReadEntry],
+        finished: Sequence[str],
+    ) -> None:
+        time.sleep(self.delay_s)
+        buffer = self.buffers.of_layer(layer)
+        for entry in entries:
+            for kind, tensor, start, blocks in (
+                ("ckv", buffer.ckv, entry.main_start, entry.main_blocks),
+                ("k_rope", buffer.k_rope, entry.main_start, entry.main_blocks),
+                ("indexer", buffer.indexer_key, entry.indexer_start, entry.indexer_blocks),
+            ):
+                kept = self.rows.setdefault((layer, entry.request_id, kind), {})
+                for index, block in enumerate(blocks, start=start):
+                    assert tensor is not None and index not in kept
+                    kept[index] = tensor[block, :, 0].clone()
+        self.finished.extend(finished)
+        self.gate.done(slot, consumer)
+
+    def pulled(self, layer: int, request_id: str, kind: str, tokens: int) -> Tensor:
+        blocks = self.rows[layer, request_id, kind]
+        assert sorted(blocks) == list(range(len(blocks)))
+        return torch.cat([blocks[index] for index in sorted(blocks)])[:tokens]
+
+
+class Rig:
+    """One prefill rank over `model_dir`, with `shared` buffers, running real steps."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        shared: int = 1,
+        independent: Sequence[int] = (0,),
+        block_size: int = 16,
+        budget: int = 64,
+        blocks: int = 48,
+        pool_timeout_s: float = 5.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config = config = ModelConfig.from_dir(model_dir)
+        decoder = DsaDecoder(config, load_weights(model_dir, config, dtype), None, dtype)
+        geometry = KvGeometry(
+            block_size=block_size,
+            kv_lora_rank=config.kv_lora_rank,
+            rope_dim=config.qk_rope_head_dim,
+            index_dim=config.index_head_dim,
+            element_bytes=dtype.itemsize,
+            indexer_layers=frozenset(config.indexer_layers),
+        )
+        plan = plan_layer_buffers(config.num_hidden_layers, list(independent), shared)
+        self.allocator = HostAllocator()
+        self.buffers = LayerBuffers(self.allocator, plan, geometry, blocks, dtype)
+        self.words = GenerationWords(self.buffers.generation_words)
+        self.gate = ReuseGate(plan.num_slots, self.words, save_grace_s=1.0)
+        self.reader = SlowReader(self.gate, self.buffers)
+        self.pool = MemoryPool()
+        layout = PoolObjectLayout(geometry, config.num_hidden_layers)
+        self.saver = PoolSaver(
+            self.pool,
+            layout,
+            self.buffers,
+            self.gate,
+            fingerprint="model",
+            rank=0,
+            timeout_s=pool_timeout_s,
+            lease_s=60.0,
+        )
+        self.loader = PoolLoader(self.pool, layout, self.buffers, pool_timeout_s)
+        self.routes = Routes(self.reader)
+        backend = PrefillBackend(config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver)
+        self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        rank = PrefillRank(decoder, backend, self.routes, self.reader, self.saver, self.request_errors, block_size)
+        spec = CacheSpec(block_size, blocks)
+        self.cache = KVCacheManager({"main": spec, "indexer": spec})
+        limits = Limits(block_size, budget, max_requests=8, max_waiting=64, max_prompt_tokens=5000)
+        self.leader = PrefillLeader(
+            PrefillScheduler(self.cache, limits),
+            rank,
+            TpLeader("/tmp", "unused", 1),
+            self.saver,
+            tp_size=1,
+            reloads=plan.has_reuse,
+            step_timeout_s=5.0,
+        )
+        self.outcomes: dict[str, Outcome] = {}
+
+    def submit(self, request_id: str, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+        job = PrefillJob(request_id, tuple(prompt), math.inf, math.inf)
+        destination = worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens)
+        params = SamplingParams(temperature=0.0)
+        self.leader.submit(job, params, destination, partial(self.outcomes.__setitem__, request_id))
+
+    def run(self, *requests: str, timeout_s: float = 60.0) -> None:
+        """Runs steps until these requests have ended."""
+        deadline = time.monotonic() + timeout_s
+        while not self.outcomes.keys() >= set(requests):
+            assert time.monotonic() < deadline, f"only {sorted(self.outcomes)} of {requests} ended"
+            self.leader.run_once()
+
+    def settle(self) -> None:
+        """Waits until no reader and no save needs a buffer any more."""
+        deadline = time.monotonic() + 10.0
+        while not self.gate.idle():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        self.saver.settle()
+        self.saver.settle()
+
+    def used_blocks(self) -> int:
+        return sum(usage.used for usage in self.cache.usage().values())
+
+    def close(self) -> None:
+        self.routes.close()
+        self.saver.close()
+        self.loader.close()
