@@ -35,8 +35,8 @@ class SingleRank:
 class TensorParallelGroup:
     """Ranks joined by torch.distributed (gloo on CPU hosts, hccl on NPUs); one group per process.
 
-    Invariant: no call waits longer than the group's timeout for a peer. After a TensorParallelError the ranks may be
-    out of step, so the group must be closed and joined anew.
+    Invariant: no call waits longer than the group's timeout for a peer. After a TensorParallelError the ranks are out
+    of step, and so are torch's own counters: all processes of the group must be started anew.
     """
 
     def __init__(self, shard: Shard, init_method: str, backend: str = "gloo", timeout_s: float = 60.0) -> None:

@@ -15,6 +15,12 @@ from engine.model.parallel import TensorParallel
 from tests.model.dense_backend import DenseBackend
 
 
+def random_prompt(length: int) -> list[int]:
+    """Token ids of the tiny models (vocabulary 320), the same every time."""
+    generator = torch.Generator().manual_seed(length + 1)
+    return torch.randint(0, 320, (length,), generator=generator).tolist()
+
+
 class Runner:
     """One loaded model; every call starts with an empty cache."""
 

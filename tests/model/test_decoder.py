@@ -21,7 +21,7 @@ from tests.checkpoints import (
     random_checkpoint,
 )
 from tests.model.dense_backend import DenseBackend
-from tests.model.runner import Runner
+from tests.model.runner import Runner, random_prompt
 from tests.oracle import Oracle, assert_tokens_match
 
 LENGTHS = (1, 2, 63, 64, 65, 300)  # index_topk is 64
@@ -49,10 +49,6 @@ def _one_thread() -> None:
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_type, seed, overrides = VARIANTS[request.param]
     return random_checkpoint(tmp_path_factory.mktemp(request.param), model_type, seed, **overrides)
-
-
-def random_prompt(length: int, seed: int = 1) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed + length)).tolist()
 
 
 def test_greedy_tokens_equal_the_oracle_at_every_length(checkpoint: Path) -> None:
