@@ -8,11 +8,14 @@ from torch import Tensor
 
 from engine.ops import (
     ResidencyState,
+    fused_lightning_indexer_manage,
     fused_scatter_copy_sparse_flash_attention,
     lightning_indexer,
     lru_residency,
 )
-from tests.ops.paged_case import TOLERANCE, dense_attention, generator, i32
+from tests.ops.copy_case import copy_case, run
+from tests.ops.lim_case import lim_case
+from tests.ops.paged_case import TOLERANCE, dense_attention, gather, generator, i32
 
 BLOCK, TOPK, CAPACITY, HEADS, LATENT, ROPE, INDEX_HEADS, INDEX_DIMS = 8, 16, 24, 4, 32, 8, 16, 16
 TAIL_BLOCKS = 1
@@ -103,3 +106,36 @@ def test_decode_from_a_small_hot_buffer_equals_dense_float64(each_backend: str, 
             wanted = dense_attention(q_nope[i], q_rope[i], request.ckv, request.k_rope, chosen, 0.15)
             torch.testing.assert_close(out[i].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert 0 < hits < lookups
+
+
+def test_the_fused_operators_hand_over_to_each_other(each_backend: str) -> None:
+    """LIM then Copy-SFA, first decode and steady, several rows: attention over each row's top-k and the tail."""
+    topk, stable, capacity, keys, q = 8, 40, 24, 45, 3
+    dense = copy_case(
+        rows=[q], contexts=[stable], hot_lens=[capacity + keys - stable], cache_tokens=[capacity], topk=topk
+    )
+    tail = {key: gather(dense[f"hbm_{key}"], dense["hbm_block_table"][0], 29)[24:] for key in ("kv_cache", "k_rope")}
+    host = {key: gather(dense[f"dram_{key}"], dense["dram_block_table"][0], stable) for key in ("kv_cache", "k_rope")}
+    dense["hbm_kv_cache"].view(-1)[:] = float("nan")
+    for slot in range(capacity, capacity + keys - stable):
+        block = int(dense["hbm_block_table"][0, slot // 4])
+        for key, rows in tail.items():
+            dense[f"hbm_{key}"][block, slot % 4, 0] = rows[slot - capacity]
+    pool = None
+    for step, state in enumerate((-2, -1, -1)):
+        selection = lim_case([(q, keys, stable, capacity, state)], topk=topk, seed=step)
+        if pool is not None:
+            selection["cache_slots_pool"] = pool
+        fused_lightning_indexer_manage(*selection.values())
+        pool = selection["cache_slots_pool"]
+        handed = ("topk_dst_slots", "topk_src_ids", "topk_miss_counts", "miss_src_ids", "miss_dst_slots", "miss_counts")
+        dense.update({name: selection[name] for name in handed})
+        run(dense)
+        for row in range(q):
+            chosen = selection["topk_src_ids"][row, 0].tolist()
+            visible = keys - (q - 1 - row) - stable
+            ckv, k_rope = (torch.cat([host[key][chosen], tail[key][:visible]]) for key in ("kv_cache", "k_rope"))
+            everything = list(range(len(ckv)))
+            query = dense["query"][row], dense["query_rope"][row]
+            wanted = dense_attention(*query, ckv, k_rope, everything, dense["scale_value"])
+            torch.testing.assert_close(dense["attention_out"][row].double(), wanted, atol=2e-5, rtol=2e-5)

@@ -6,6 +6,7 @@
 #include "paged.h"
 #include "parallel.h"
 #include "score_stream.h"
+#include "select.h"
 #include "sluice_ops.h"
 #include "topk.h"
 #include "workspace.h"
@@ -21,7 +22,10 @@ struct RowTile {
   int64_t request, begin, end;
 };
 
-using Args = sluice_indexer_args;
+// The batch and what its rows may select from.
+struct Args : sluice_indexer_args {
+  const int32_t* searched;
+};
 
 PagedRows keys_of(const Args& a, int64_t request) {
   return {static_cast<const char*>(a.key_cache), a.dims * element_bytes(a.dtype), a.blocks, a.block_size, a.max_blocks,
@@ -29,21 +33,17 @@ PagedRows keys_of(const Args& a, int64_t request) {
 }
 
 int64_t visible(const Args& a, int64_t request, int64_t row) {
+  if (a.searched != nullptr && a.searched[request] >= 0) return a.searched[request];
   return a.key_lens[request] - (a.query_ends[request] - 1 - row);
 }
 
 // Scores one tile of rows over keys [begin, end) into the rows' running top-k.
 void score(const Args& a, const RowTile& tile, int64_t begin, int64_t end, RunningTopK* best) {
   thread_local Scratch query_memory, weight_memory;
-  const int64_t rows = tile.end - tile.begin, width = a.heads * a.dims;
-  float* q = query_memory.take<float>(rows * width);
-  float* weights = weight_memory.take<float>(rows * a.heads);
-  const char* query = static_cast<const char*>(a.query) + tile.begin * width * element_bytes(a.dtype);
-  const char* given = static_cast<const char*>(a.weights) + tile.begin * a.heads * element_bytes(a.weights_dtype);
-  kernels().widen(query, a.dtype, q, rows * width);
-  kernels().widen(given, a.weights_dtype, weights, rows * a.heads);
+  const QueryRows query = widen_rows(a.query, a.dtype, a.weights, a.weights_dtype, tile.begin, tile.end - tile.begin,
+                                     a.heads, a.dims, query_memory, weight_memory);
   stream_scores(
-      keys_of(a, tile.request), a.dtype, {q, weights, rows, a.heads, a.dims}, begin, end,
+      keys_of(a, tile.request), a.dtype, query, begin, end,
       [&](int64_t r) { return visible(a, tile.request, tile.begin + r); },
       [&](int64_t r, int64_t first, const float* scores, int64_t count) { best[r].push(first, scores, count); });
 }
@@ -107,15 +107,17 @@ int run(const Args& a) {
   for (int64_t i = 0; i < a.requests; ++i) {
     const int64_t end = a.query_ends[i];
     if (begin == end) continue;
-    const int64_t bad = keys_of(a, i).bad_column(a.key_lens[i]);
+    const int64_t length = visible(a, i, end - 1);
+    const int64_t bad = keys_of(a, i).bad_column(length);
     if (bad >= 0 && bad >= a.max_blocks)
-      return invalid("key_lens[%lld] is %d; legal: at most %lld, the block table's width times the block size",
-                     static_cast<long long>(i), a.key_lens[i], static_cast<long long>(a.max_blocks * a.block_size));
+      return invalid("key_lens[%lld] is %lld; legal: at most %lld, the block table's width times the block size",
+                     static_cast<long long>(i), static_cast<long long>(length),
+                     static_cast<long long>(a.max_blocks * a.block_size));
     if (bad >= 0)
       return invalid("block_table[%lld, %lld] is %d; legal: 0 to %lld", static_cast<long long>(i),
                      static_cast<long long>(bad), a.block_table[i * a.max_blocks + bad],
                      static_cast<long long>(a.blocks - 1));
-    longest = std::max<int64_t>(longest, a.key_lens[i]);
+    longest = std::max(longest, length);
     for (; begin < end; begin += kRowsPerTile)
       tiles[tile_count++] = {i, begin, std::min(begin + kRowsPerTile, end)};
     begin = end;
@@ -130,9 +132,14 @@ int run(const Args& a) {
   return SLUICE_OK;
 }
 
+int run_causal(const sluice_indexer_args& args) { return select_topk(args, nullptr); }
+
 }  // namespace
+
+int select_topk(const sluice_indexer_args& args, const int32_t* searched) { return run({args, searched}); }
+
 }  // namespace sluice
 
 extern "C" int sluice_lightning_indexer(const sluice_indexer_args* args) {
-  return sluice::enter(args, sluice::run);
+  return sluice::enter(args, sluice::run_causal);
 }
