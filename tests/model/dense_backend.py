@@ -13,6 +13,9 @@ class DenseBackend:
     """Serves several requests at once: `begin` names the request of every token of the coming step.
 
     Rows of a request must arrive in order of position. Top-k ties go to the lowest position.
+
+    `margin` is the smallest distance so far between the last index score selected and the first one not. Where it is
+    within rounding (below some 1e-6), correct programs may select different rows, and then their logits differ.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -21,6 +24,7 @@ class DenseBackend:
         self._index: dict[tuple[int, str], Tensor] = {}
         self._selected: dict[int, list[Tensor]] = {}
         self._spans: list[tuple[str, int]] = []
+        self.margin = float("inf")
 
     def begin(self, spans: list[tuple[str, int]]) -> None:
         """The coming step packs, in this order, so many tokens of each named request."""
@@ -60,9 +64,12 @@ class DenseBackend:
             scores = torch.einsum("ths,th->ts", scores, indexer.w[part].float())
             total = keys.shape[0]
             future = torch.arange(total) > torch.arange(total - count, total)[:, None]
-            ranked = scores.masked_fill(future, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-            top = ranked[:, : self._config.index_topk]
-            masks.append(torch.zeros_like(future).scatter_(1, top, True) & ~future)
+            best, ranked = scores.masked_fill(future, float("-inf")).sort(dim=-1, descending=True, stable=True)
+            topk = self._config.index_topk
+            if total > topk:
+                crowded = (~future).sum(-1) > topk
+                self.margin = min([self.margin, *(best[crowded, topk - 1] - best[crowded, topk]).tolist()])
+            masks.append(torch.zeros_like(future).scatter_(1, ranked[:, :topk], True) & ~future)
             start += count
         return masks
 

@@ -22,7 +22,10 @@ def random_prompt(length: int) -> list[int]:
 
 
 class Runner:
-    """One loaded model; every call starts with an empty cache."""
+    """One loaded model; every call starts with an empty cache.
+
+    `margin` is that of all calls so far (see DenseBackend): above 1e-5, answers may be compared token by token.
+    """
 
     def __init__(
         self, model_dir: Path, dtype: torch.dtype = torch.float32, group: TensorParallel | None = None
@@ -30,6 +33,7 @@ class Runner:
         self.config = ModelConfig.from_dir(model_dir)
         weights = load_weights(model_dir, self.config, dtype, group.shard if group else None)
         self.decoder = DsaDecoder(self.config, weights, group, dtype)
+        self.margin = float("inf")
 
     def logits(self, prompt: Sequence[int], chunk: int = 512) -> Tensor:
         """[len(prompt), vocab] float32, prefilled `chunk` tokens at a time."""
@@ -40,6 +44,7 @@ class Runner:
             backend.begin([("only", len(tokens))])
             positions = torch.arange(start, start + len(tokens))
             parts.append(self.decoder.forward(torch.tensor(tokens), positions, backend))
+        self.margin = min(self.margin, backend.margin)
         return torch.cat(parts)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, chunk: int = 512) -> list[int]:
@@ -65,4 +70,5 @@ class Runner:
                 done[name] += len(part)
                 if done[name] == len(texts[name]):
                     texts[name].append(int(row.argmax()))
+        self.margin = min(self.margin, backend.margin)
         return {name: text[len(prompts[name]) :] for name, text in texts.items()}

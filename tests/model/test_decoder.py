@@ -56,6 +56,7 @@ def test_greedy_tokens_equal_the_oracle_at_every_length(checkpoint: Path) -> Non
     for length in LENGTHS:
         prompt = random_prompt(length)
         assert_tokens_match(runner.greedy(prompt, 12), oracle.greedy(prompt, 12))
+    assert runner.margin > 1e-5, "choose another seed: index scores tie, so the comparison above proves little"
 
 
 def test_logits_of_all_positions_are_close_to_the_oracle(checkpoint: Path) -> None:
