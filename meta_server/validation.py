@@ -118,7 +118,7 @@ class RequestValidator:
         vocab = self.model.vocab_size
         for position, token in enumerate(prompt):
             if not 0 <= token < vocab:
-                raise invalid(param, f"token id {token} at position {position}; legal: 0 to {vocab - 1}")
+                raise invalid(param, f"token id {shown(token)} at position {position}; legal: 0 to {vocab - 1}")
         count = len(prompt)
         if count >= self.max_model_len:
             raise invalid(
@@ -160,7 +160,7 @@ class RequestValidator:
             _check_text(text, "stop")
         for token in fields.stop_token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise invalid("stop_token_ids", f"{token}; legal: 0 to {self.model.vocab_size - 1}")
+                raise invalid("stop_token_ids", f"{shown(token)}; legal: 0 to {self.model.vocab_size - 1}")
         try:
             return SamplingParams(
                 max_tokens=max_tokens,

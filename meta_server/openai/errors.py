@@ -38,11 +38,13 @@ def bad_body(error: RequestValidationError) -> Failure:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and methods, and bodies that cannot be parsed at all."""
+    """Unknown paths and methods, bodies that no JSON parser takes, and our own defects."""
     status, detail = (error.status_code, str(error.detail)) if isinstance(error, HTTPException) else (500, str(error))
     headers = error.headers if isinstance(error, HTTPException) else None
     kind = "not_found_error" if status == 404 else "invalid_request_error" if status < 500 else "internal_error"
     message = f"{request.method} {request.url.path}: {detail}"
+    if status == 400:
+        message = "the body is not JSON, or it is nested too deeply"
     return JSONResponse(_body(message, kind, None, status), status, headers=headers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ from meta_server.server import MetaServer
 from tests.meta_server.fakes import FakeWorker, worker_info
 
 MODEL_DIR = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "passkey-glm"
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for one in lists for item in one]
 
 
 class Deployment:
@@ -42,6 +46,11 @@ class Deployment:
 
     async def complete(self, **body: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": [5, 6, 7], **body})
+
+    async def post_json(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Sends pure ASCII, so that a body may hold half a surrogate pair."""
+        headers = {"content-type": "application/json"}
+        return await self.http.post(path, content=json.dumps(body).encode(), headers=headers)
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The chunks of a streamed answer, which must end with [DONE]."""

@@ -1,4 +1,4 @@
-"""Worker processes without a model: real gRPC servers that speak the workers' services, for tests of the meta server."""
+"""Worker processes without a model: real gRPC servers that speak the workers' services."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from engine.worker import GRPC_OPTIONS
 from transfer.layout import kv_layout
 
 EOS = 2
+FIRST = 300  # the tokens of every answer count up from here; all are plain text in the demo model's vocabulary
 Status = tuple[grpc.StatusCode, str]
 
 
@@ -38,7 +39,9 @@ def layout(**changes: object) -> registry_pb2.KvLayout:
     return kv_layout(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def worker_info(role: str = "decode", group: int = 0, dp: int = 0, tp: int = 0, **changes: object) -> registry_pb2.WorkerInfo:
+def worker_info(
+    role: str = "decode", group: int = 0, dp: int = 0, tp: int = 0, **changes: object
+) -> registry_pb2.WorkerInfo:
     decode = role == "decode"
     name = f"{role}-{group}" + (f"/dp{dp}" if decode else "") + f"/tp{tp}"
     fields: dict[str, object] = {
@@ -61,7 +64,7 @@ def worker_info(role: str = "decode", group: int = 0, dp: int = 0, tp: int = 0, 
 class DecodeScript:
     """What a fake decode worker answers: `tokens[0]` is ignored in favour of prefill's first token."""
 
-    tokens: list[int] = field(default_factory=lambda: list(range(100, 100 + 64)))
+    tokens: list[int] = field(default_factory=lambda: list(range(FIRST, FIRST + 64)))
     batch: int = 1  # tokens per GeneratedTokens
     refuse: Status | None = None  # instead of a destination
     break_after: int | None = None  # tokens, then `break_with`
@@ -163,7 +166,7 @@ class FakePrefill(worker_pb2_grpc.PrefillServiceServicer):
     """Answers with `first_token`, `error`, or never (`hold`)."""
 
     def __init__(self) -> None:
-        self.first_token = 100
+        self.first_token = FIRST
         self.error: Status | None = None
         self.hold = False
         self.requests: list[worker_pb2.PrefillRequest] = []

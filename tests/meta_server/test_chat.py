@@ -7,18 +7,12 @@ from typing import Any
 import pytest
 
 from engine.tokenizer import Tokenizer
-from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed
+from tests.meta_server.deployment import Deployment, deployed, joined
+from tests.meta_server.fakes import FIRST
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the pass key?"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_dir(MODEL_DIR)
-    assert found is not None
-    return found
 
 
 def answer_with(deployment: Deployment, ids: list[int]) -> None:
@@ -69,7 +63,7 @@ async def test_stream_begins_with_the_role_and_ends_with_a_reason(tokenizer: Tok
         first, *parts, usage = await deployment.stream(PATH, body)
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "The pass key"
-        assert sum((part["choices"][0]["token_ids"] for part in parts), []) == ids
+        assert joined(part["choices"][0]["token_ids"] for part in parts) == ids
         assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(ids)
         assert {chunk["object"] for chunk in [first, *parts, usage]} == {"chat.completion.chunk"}
@@ -80,12 +74,12 @@ async def test_logprobs(tokenizer: Tokenizer) -> None:
         body = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
         (choice,) = (await deployment.http.post(PATH, json=body)).json()["choices"]
         content = choice["logprobs"]["content"]
-        assert [entry["token"] for entry in content] == [tokenizer.token_text(one) for one in (100, 101)]
+        assert [entry["token"] for entry in content] == [tokenizer.token_text(one) for one in (FIRST, FIRST + 1)]
         assert content[0]["logprob"] == -0.5 and len(content[0]["top_logprobs"]) == 2
         assert bytes(content[1]["bytes"]).decode() == content[1]["token"]
         chunks = await deployment.stream(PATH, body)
         streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
-        assert sum((part["content"] for part in streamed), []) == content
+        assert joined(part["content"] for part in streamed) == content
 
 
 async def test_content_parts_are_joined(tokenizer: Tokenizer) -> None:
@@ -113,10 +107,9 @@ async def test_content_parts_are_joined(tokenizer: Tokenizer) -> None:
         ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
-async def test_bad_input_names_the_field(body: dict[str, Any], param: str) -> None:
-    async with deployed() as deployment:
-        response = await deployment.http.post(PATH, json=body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert error["param"] == param and param in error["message"]
-        assert deployment.decode.decode.admitted == []
+async def test_bad_input_names_the_field(shared: Deployment, body: dict[str, Any], param: str) -> None:
+    response = await shared.post_json(PATH, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and param in error["message"]
+    assert shared.decode.decode.admitted == []

@@ -11,23 +11,12 @@ import httpx
 import pytest
 
 from engine.tokenizer import Tokenizer
-from tests.meta_server.deployment import MODEL_DIR, deployed
-from tests.meta_server.fakes import until
+from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed, joined
+from tests.meta_server.fakes import FIRST, until
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
-FOUR = [100, 101, 102, 103]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_dir(MODEL_DIR)
-    assert found is not None
-    return found
-
-
-def text_script(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text)
+FOUR = [FIRST, FIRST + 1, FIRST + 2, FIRST + 3]
 
 
 async def test_token_ids_in_token_ids_out() -> None:
@@ -48,7 +37,7 @@ async def test_token_ids_in_token_ids_out() -> None:
 
 async def test_text_prompt_and_text_answer(tokenizer: Tokenizer) -> None:
     async with deployed() as deployment:
-        script = text_script(tokenizer, "The pass key is 12.")
+        script = tokenizer.encode("The pass key is 12.")
         deployment.decode.decode.script.tokens, deployment.prefill.prefill.first_token = script, script[0]
         body = (await deployment.complete(prompt="What is the pass key?", max_tokens=len(script))).json()
         assert body["choices"][0]["text"] == "The pass key is 12."
@@ -87,7 +76,7 @@ async def test_prompt_forms_and_choices(prompt: Any, n: int, prompts: list[Any],
 
 async def test_stream_order_and_usage(tokenizer: Tokenizer) -> None:
     async with deployed() as deployment:
-        script = text_script(tokenizer, "grün is 7")
+        script = tokenizer.encode("grün is 7")
         deployment.decode.decode.script.tokens, deployment.prefill.prefill.first_token = script, script[0]
         deployment.decode.decode.script.batch = 2
         chunks = await deployment.stream(
@@ -101,7 +90,7 @@ async def test_stream_order_and_usage(tokenizer: Tokenizer) -> None:
         )
         *parts, last = chunks
         assert "".join(part["choices"][0]["text"] for part in parts) == "grün is 7"
-        assert sum((part["choices"][0]["token_ids"] for part in parts), []) == script
+        assert joined(part["choices"][0]["token_ids"] for part in parts) == script
         assert parts[0]["choices"][0]["prompt_token_ids"] == [5, 6]
         assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert all(part["usage"] is None for part in parts)
@@ -114,14 +103,14 @@ async def test_streamed_choices_are_told_apart() -> None:
         chunks = await deployment.stream(PATH, {"prompt": [5], "n": 3, "max_tokens": 4, "return_token_ids": True})
         for index in range(3):
             mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-            assert sum((choice["token_ids"] for choice in mine), []) == FOUR
+            assert joined(choice["token_ids"] for choice in mine) == FOUR
             assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
         assert all("usage" not in chunk for chunk in chunks)
 
 
 async def test_stop_string_ends_the_answer_and_the_decode_session(tokenizer: Tokenizer) -> None:
     async with deployed() as deployment:
-        script = text_script(tokenizer, "The pass key is 12. And more and more")
+        script = tokenizer.encode("The pass key is 12. And more and more")
         deployment.decode.decode.script.tokens, deployment.prefill.prefill.first_token = script, script[0]
         deployment.decode.decode.script.delay_s = 0.01
         body = (await deployment.complete(max_tokens=50, stop=["12."])).json()
@@ -133,9 +122,9 @@ async def test_stop_string_ends_the_answer_and_the_decode_session(tokenizer: Tok
 
 async def test_stop_token_id() -> None:
     async with deployed() as deployment:
-        body = (await deployment.complete(max_tokens=50, stop_token_ids=[102], return_token_ids=True)).json()
+        body = (await deployment.complete(max_tokens=50, stop_token_ids=[FIRST + 2], return_token_ids=True)).json()
         (choice,) = body["choices"]
-        assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == (FOUR[:3], "stop", 102)
+        assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == (FOUR[:3], "stop", FIRST + 2)
 
 
 async def test_logprobs_whole_and_streamed_agree(tokenizer: Tokenizer) -> None:
@@ -150,7 +139,7 @@ async def test_logprobs_whole_and_streamed_agree(tokenizer: Tokenizer) -> None:
         chunks = await deployment.stream(PATH, body)
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
         for key, values in whole.items():
-            assert sum((part[key] for part in parts), []) == values, key
+            assert joined(part[key] for part in parts) == values, key
 
 
 @pytest.mark.parametrize(
@@ -193,18 +182,20 @@ async def test_logprobs_whole_and_streamed_agree(tokenizer: Tokenizer) -> None:
         ({"prompt": [5], "request_id": "a b"}, 400, "request_id", "legal"),
     ],
 )
-async def test_bad_input_is_a_clear_4xx(body: dict[str, Any], status: int, param: str, part: str) -> None:
-    async with deployed() as deployment:
-        for stream in (False, True):
-            response = await deployment.http.post(PATH, json={**body, **({"stream": True} if stream else {})})
-            if stream and param == "stream_options":
-                continue
-            error = response.json()["error"]
-            assert (response.status_code, error["param"], error["code"]) == (status, param, status)
-            assert error["message"].startswith(f"{param}: ") and part in error["message"], error
-            assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
-        assert deployment.decode.decode.admitted == [] or param == "stream_options"
-        assert deployment.in_flight == 0
+async def test_bad_input_is_a_clear_4xx(
+    shared: Deployment, body: dict[str, Any], status: int, param: str, part: str
+) -> None:
+    response = await shared.post_json(PATH, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, status)
+    assert error["message"].startswith(f"{param}: ") and part in error["message"], error
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert shared.decode.decode.admitted == [] and shared.in_flight == 0
+
+
+async def test_bad_input_of_a_stream_is_a_plain_error(shared: Deployment) -> None:
+    response = await shared.post_json(PATH, {"prompt": [5], "stream": True, "max_tokens": -1})
+    assert (response.status_code, response.headers["content-type"]) == (400, "application/json")
 
 
 @pytest.mark.parametrize(
@@ -216,14 +207,14 @@ async def test_bad_input_is_a_clear_4xx(body: dict[str, Any], status: int, param
         (b"null", "JSON object"),
         (b'{"prompt": [5], "temperature": NaN}', "temperature"),
         (b"[" * 100_000, "JSON"),
-        (b"\xff\xfe", ""),
+        (b"\xff\xfe", "JSON"),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", "JSON"),
     ],
 )
-async def test_broken_json_is_400(content: bytes, part: str) -> None:
-    async with deployed() as deployment:
-        response = await deployment.http.post(PATH, content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 400, response.text
-        assert part in response.json()["error"]["message"]
+async def test_broken_json_is_400(shared: Deployment, content: bytes, part: str) -> None:
+    response = await shared.http.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert part in response.json()["error"]["message"]
 
 
 async def test_unknown_fields_are_ignored_and_neutral_ones_accepted() -> None:
@@ -247,7 +238,10 @@ async def test_no_workers_is_503_and_bad_input_still_4xx() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_full_queue_is_429_with_retry_after(stream: bool) -> None:
     async with deployed() as deployment:
-        deployment.decode.decode.script.refuse = (grpc.StatusCode.RESOURCE_EXHAUSTED, "decode.max_waiting = 2 are waiting")
+        deployment.decode.decode.script.refuse = (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "decode.max_waiting = 2 are waiting",
+        )
         response = await deployment.complete(stream=stream)
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
@@ -259,7 +253,7 @@ async def test_failure_mid_stream_is_the_last_event() -> None:
     async with deployed() as deployment:
         deployment.decode.decode.script.break_after = 2
         *parts, last = await deployment.stream(PATH, {"prompt": [5], "return_token_ids": True})
-        assert sum((part["choices"][0]["token_ids"] for part in parts), []) == [100, 101]
+        assert joined(part["choices"][0]["token_ids"] for part in parts) == FOUR[:2]
         assert last["error"]["code"] == 503
         assert "pull of layer 1 failed" in last["error"]["message"]
         whole = await deployment.complete()
@@ -311,7 +305,7 @@ async def test_checkpoint_without_tokenizer_serves_token_ids(tmp_path: Path) -> 
     async with deployed(model_dir=tmp_path) as deployment:
         body = (await deployment.complete(max_tokens=2, return_token_ids=True, logprobs=1)).json()
         (choice,) = body["choices"]
-        assert (choice["text"], choice["token_ids"]) == ("", [100, 101])
-        assert choice["logprobs"]["tokens"] == ["token_id:100", "token_id:101"]
+        assert (choice["text"], choice["token_ids"]) == ("", FOUR[:2])
+        assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in FOUR[:2]]
         response = await deployment.complete(prompt="text")
         assert response.status_code == 400 and "no tokenizer" in response.json()["error"]["message"]

@@ -10,7 +10,7 @@ import pytest
 from sluice.v1 import client_pb2, common_pb2
 
 from tests.meta_server.deployment import Deployment, deployed
-from tests.meta_server.fakes import until
+from tests.meta_server.fakes import FIRST, until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ def ids(responses: list[client_pb2.GenerateResponse]) -> list[int]:
 async def test_tokens_come_in_order_with_one_final_message() -> None:
     async with deployed() as deployment:
         responses = await read_all(deployment.generate([5, 6, 7], max_tokens=5))
-        assert ids(responses) == [100, 101, 102, 103, 104]
+        assert ids(responses) == [FIRST, FIRST + 1, FIRST + 2, FIRST + 3, FIRST + 4]
         assert [response.finish_reason for response in responses[:-1]] == [0] * (len(responses) - 1)
         assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
         usage = responses[-1].usage
@@ -146,7 +146,10 @@ async def test_prefill_error_ends_the_decode_session_and_names_worker_and_cause(
 @pytest.mark.parametrize(
     ("status", "code"),
     [
-        ((grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full: decode.max_waiting = 1"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full: decode.max_waiting = 1"),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ),
         ((grpc.StatusCode.INVALID_ARGUMENT, "needs 9 blocks of 8"), grpc.StatusCode.INVALID_ARGUMENT),
         ((grpc.StatusCode.INTERNAL, "logits of request x are NaN"), grpc.StatusCode.INTERNAL),
     ],

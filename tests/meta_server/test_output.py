@@ -8,17 +8,9 @@ from sluice.v1 import common_pb2
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from meta_server.output import OutputText
-from tests.meta_server.deployment import MODEL_DIR
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_dir(MODEL_DIR)
-    assert found is not None
-    return found
 
 
 def run(

@@ -92,7 +92,10 @@ def test_a_lost_worker_does_not_bind_newcomers(registry: Registry, clock: Clock)
     ("changes", "text"),
     [
         ({"role": "prefill", "group": 1, "tp_size": 4}, "tp_size = 4, but prefill-0/tp0 has 3"),
-        ({"role": "decode", "tp_size": 2}, "prefill tp_size = 3 (prefill-0/tp0) must be a multiple of decode tp_size = 2"),
+        (
+            {"role": "decode", "tp_size": 2},
+            "prefill tp_size = 3 (prefill-0/tp0) must be a multiple of decode tp_size = 2",
+        ),
         ({"role": "prefill", "tp_size": 3, "worker_id": "other"}, "is already taken by prefill-0/tp0"),
         ({"role": "decode", "tp": 3, "tp_size": 3}, "tp_rank = 3"),
         ({"role": "decode", "epoch": ""}, "epoch: required"),
@@ -100,7 +103,7 @@ def test_a_lost_worker_does_not_bind_newcomers(registry: Registry, clock: Clock)
 )
 def test_misfits_are_refused_with_both_values(registry: Registry, changes: dict[str, Any], text: str) -> None:
     join(registry, "prefill", tp_size=3)
-    with pytest.raises(RegistrationRefused, match=".*") as caught:
+    with pytest.raises(RegistrationRefused) as caught:
         join(registry, **changes)
     assert text in str(caught.value)
 

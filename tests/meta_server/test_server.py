@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from sluice.v1 import registry_pb2, registry_pb2_grpc
 
 from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed
-from tests.meta_server.fakes import layout, until, worker_info
+from tests.meta_server.fakes import layout, worker_info
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -20,9 +20,11 @@ def validator() -> RequestValidator:
     return RequestValidator("passkey", ModelConfig.from_dir(MODEL_DIR), 1000, Tokenizer.from_dir(MODEL_DIR))
 
 
-def refusal(validator: RequestValidator, prompt: list[int], capacity: Capacity = Capacity(), **fields: Any) -> RequestFailed:
+def refusal(
+    validator: RequestValidator, prompt: list[int], capacity: Capacity | None = None, **fields: Any
+) -> RequestFailed:
     with pytest.raises(RequestFailed) as caught:
-        validator.request(prompt, SamplingFields(**{"max_tokens": 4, **fields}), capacity)
+        validator.request(prompt, SamplingFields(**{"max_tokens": 4, **fields}), capacity or Capacity())
     assert caught.value.failure.kind is FailureKind.INVALID
     return caught.value
 
