@@ -54,6 +54,9 @@ class TpLeader:
             if hello != "ready":
                 raise ChannelError(f"{self._name}: rank {rank} reported {hello!r} before it was ready")
             missing.discard(rank)
+        for rank, socket in enumerate(self._commands, start=1):  # a report may overtake the other socket's connection
+            if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000)), zmq.POLLOUT):
+                raise ChannelError(f"{self._name}: rank {rank} takes no commands within {timeout_s:.0f} s")
 
     def broadcast(self, command: object) -> None:
         """Sends `command` to every follower; never blocks. ChannelError if a follower's queue is full."""
