@@ -20,7 +20,9 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Join:
-    """First command: report your `RankEndpoint`."""
+    """First command: load, map the host pool found through this store, report your `RankEndpoint`."""
+
+    host_pool_url: str
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 
-from decode_node.commands import Join, RankEndpoint, Report, Turn
+from decode_node.commands import Report, Turn
 from decode_node.rank import Rank
 from engine.tp_channel import TpFollower
 
-log = logging.getLogger(__name__)
 POLL_S = 0.002  # longest a report waits while the leader is silent
 
 
 class FollowerLoop:
     """Runs on one thread. An exception ends the loop: the rank is then out of step, and its process must end."""
 
-    def __init__(self, rank: Rank, channel: TpFollower, endpoint: RankEndpoint, reports: queue.SimpleQueue[Report]):
+    def __init__(self, rank: Rank, channel: TpFollower, reports: queue.SimpleQueue[Report]) -> None:
+        """`reports`: what the rank and its puller put in, from any thread, this loop sends to the leader."""
         self._rank = rank
         self._channel = channel
-        self._endpoint = endpoint
         self._reports = reports
         self._stopping = threading.Event()
 
@@ -30,12 +28,9 @@ class FollowerLoop:
 
     def run(self) -> None:
         """Returns after `stop`. Raises what a step raised, or RuntimeError when the puller died."""
-        self._channel.ready()
         while not self._stopping.is_set():
             command = self._channel.next_command(POLL_S)
-            if isinstance(command, Join):
-                self._channel.report(self._endpoint)
-            elif isinstance(command, Turn):
+            if isinstance(command, Turn):
                 self._rank.take_in_and_let_go(command)
                 self._send_reports()
                 if command.step:

@@ -3,68 +3,25 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from decode_node.commands import Join, PullEnded, Quiescent, RankEndpoint, Report, StepRow, Turn
-from decode_node.events import (
-    Delivered,
-    Ended,
-    Failure,
-    FailureKind,
-    GeneratedToken,
-    Refused,
-    Released,
-    Reserved,
-)
+from decode_node.commands import PullEnded, Quiescent, Report, StepRow, Turn
+from decode_node.events import Delivered, Ended, Failure, FailureKind, GeneratedToken, Refused, Released, Reserved
 from decode_node.faults import HostRowEraser
+from decode_node.inbox import Cancel, FirstToken, Inbox, Message, OwnReport, SessionSink, Submit
 from decode_node.rank import Rank
-from decode_node.scheduler import DecodeRequest, Phase, RequestState, Scheduler
+from decode_node.scheduler import Phase, RequestState, Scheduler
 from engine.kv_cache import Usage
 from engine.sampling import Sampled, SampleRow, SamplingError, sample
-from engine.tp_channel import ChannelError, TpLeader
+from engine.tp_channel import TpLeader
 
 log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1  # longest sleep of the loop: leases are looked at this often
 PEER_POLL_S = 0.002  # how often follower reports are looked at while one is expected
-
-
-class SessionSink(Protocol):
-    """Receives one request's events, in order; `Ended` is the last. Called on the engine thread; must not block."""
-
-    def deliver(self, event: Reserved | Delivered | Ended) -> None: ...
-
-
-@dataclass(frozen=True)
-class Submit:
-    request: DecodeRequest
-    sink: SessionSink
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    request_id: str
-    token: GeneratedToken
-
-
-@dataclass(frozen=True)
-class Cancel:
-    request_id: str
-    sink: SessionSink  # the session which is gone: only its own request is ended
-
-
-@dataclass(frozen=True)
-class OwnReport:
-    report: Report
-
-
-Message = Submit | FirstToken | Cancel | OwnReport
 
 
 @dataclass(frozen=True)
@@ -78,64 +35,38 @@ class Snapshot:
 
 
 class LeaderLoop:
-    """Runs on one thread; other threads talk to it through `submit`, `first_token`, `cancel` and `own_report`.
+    """Runs on one thread, the only one that touches the scheduler; other threads reach it through its inbox.
 
     A request whose computation fails ends alone: bad logits end only their own row; an exception in a step ends the
     requests of that step. With several ranks such an exception means that they are out of step: it ends the loop.
     """
 
     def __init__(
-        self, scheduler: Scheduler, rank: Rank, channel: TpLeader, ranks: int, eraser: HostRowEraser | None = None
+        self,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        rank: Rank,
+        channel: TpLeader,
+        ranks: int,
+        eraser: HostRowEraser | None = None,
     ) -> None:
+        self._inbox = inbox
         self._scheduler = scheduler
         self._rank = rank
         self._channel = channel
         self._ranks = ranks
         self._eraser = eraser
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sinks: dict[str, SessionSink] = {}
+        self._reserved: list[Reserved] = []  # for the next turn
+        self._released: list[Released] = []
         self._stopping = threading.Event()
-        self._clock: Callable[[], float] = time.monotonic
+        self._clock = time.monotonic
         self.snapshot = self._take_snapshot()
 
-    # -- called from other threads -----------------------------------------------------------------------------------
-
-    def submit(self, request: DecodeRequest, sink: SessionSink) -> None:
-        """`sink` then gets Reserved, Delivered..., Ended; or only Ended when the request is refused."""
-        self._inbox.put(Submit(request, sink))
-
-    def first_token(self, request_id: str, token: GeneratedToken) -> None:
-        self._inbox.put(FirstToken(request_id, token))
-
-    def cancel(self, request_id: str, sink: SessionSink) -> None:
-        """The session of `sink` is gone. Idempotent."""
-        self._inbox.put(Cancel(request_id, sink))
-
-    def own_report(self, report: Report) -> None:
-        """What rank 0's own puller says."""
-        self._inbox.put(OwnReport(report))
-
     def stop(self) -> None:
-        """Ends every session and the loop after its current turn."""
+        """Ends every session and the loop, after its current turn. Callable from any thread."""
         self._stopping.set()
-
-    # -- the engine thread -------------------------------------------------------------------------------------------
-
-    def join(self, own: RankEndpoint, timeout_s: float) -> list[RankEndpoint]:
-        """Waits for the followers. Every rank's endpoint, in rank order. Raises ChannelError."""
-        self._channel.wait_ready(timeout_s)
-        self._channel.broadcast(Join())
-        endpoints = {0: own}
-        deadline = self._clock() + timeout_s
-        while len(endpoints) < self._ranks:
-            for rank, report in self._channel.reports():
-                if isinstance(report, RankEndpoint):
-                    endpoints[rank] = report
-            if self._clock() > deadline:
-                missing = sorted(set(range(self._ranks)) - set(endpoints))
-                raise ChannelError(f"decode ranks {missing} did not say where they listen within {timeout_s:g} s")
-            time.sleep(PEER_POLL_S)
-        return [endpoints[rank] for rank in range(self._ranks)]
+        self._inbox.wake()
 
     def run(self) -> None:
         """Returns after `stop`. RuntimeError when this rank or another cannot go on."""
@@ -152,30 +83,27 @@ class LeaderLoop:
         self._scheduler.expire(now)
         self._scheduler.reserve(now)
         self._check_health(now)
+        self._dispatch()
         turn = self._plan()
         if turn:
             self._channel.broadcast(turn)
             self._rank.take_in_and_let_go(turn)
         if turn.step:
             self._compute(turn.step)
+            self._dispatch()
         self.snapshot = self._take_snapshot()
 
     def _patience(self) -> float:
         phases = self._scheduler.count
-        if phases(Phase.RUNNING):
+        if self._reserved or self._released or phases(Phase.RUNNING):
             return 0.0
         if self._ranks > 1 and phases(Phase.RESERVED, Phase.LOADING, Phase.DRAINING):
             return PEER_POLL_S
         return IDLE_WAIT_S
 
     def _hear(self, wait_s: float) -> None:
-        try:
-            message = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
-            while True:
-                self._handle(message)
-                message = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
+        for message in self._inbox.take(wait_s):
+            self._handle(message)
         for rank, report in self._channel.reports():
             self._handle_report(rank, report)
 
@@ -213,21 +141,24 @@ class LeaderLoop:
         for rid, ranks in self._scheduler.stuck_ranks(now).items():
             raise RuntimeError(f"request {rid}: ranks {ranks} did not confirm that they let go of its blocks")
 
-    def _plan(self) -> Turn:
-        reserved: list[Reserved] = []
-        released: list[Released] = []
+    def _dispatch(self) -> None:
+        """Tokens and ends go to their sessions at once, reservations and releases to the ranks with the next turn."""
         for event in self._scheduler.take_events():
             if isinstance(event, Released):
-                released.append(event)
+                self._released.append(event)
                 continue
             if isinstance(event, Reserved):
-                reserved.append(event)
+                self._reserved.append(event)
             self._deliver(event)
+
+    def _plan(self) -> Turn:
+        reserved, self._reserved = tuple(self._reserved), []
+        released, self._released = tuple(self._released), []
         states = self._scheduler.running()
         if self._eraser is not None:
             for state in states:
                 self._eraser.before_step(state)
-        return Turn(tuple(reserved), tuple(released), tuple(_step_row(state) for state in states))
+        return Turn(reserved, released, tuple(_step_row(state) for state in states))
 
     def _deliver(self, event: Reserved | Delivered | Ended) -> None:
         sink = self._sinks.get(event.request_id)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode_node.backend import DecodeBackend
+from decode_node.commands import Report
 from decode_node.events import Delivered, Ended, GeneratedToken, Reserved
 from decode_node.faults import HostRowEraser
 from decode_node.finish import FinishRules
 from decode_node.geometry import plan_geometry
+from decode_node.inbox import Inbox
 from decode_node.leader import LeaderLoop
-from decode_node.memory import DecodeMemory, RowTables
+from decode_node.memory import DecodeMemory, HostMemory, RowTables
 from decode_node.rank import PullTerms, Rank
 from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits, kv_manager
 from engine.config import SluiceConfig
@@ -23,6 +26,7 @@ from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.loader import load_weights
+from engine.model.parallel import SingleRank, TensorParallel
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import TpLeader
 from tests.model.dense_backend import DenseBackend
@@ -70,81 +74,90 @@ class Session:
 
     def deliver(self, event: Reserved | Delivered | Ended) -> None:
         if isinstance(event, Reserved):
-            self.node.loop.first_token(event.request_id, GeneratedToken(self.first_token))
+            self.node.inbox.first_token(event.request_id, GeneratedToken(self.first_token))
         elif isinstance(event, Delivered):
             self.tokens.append(event.token.id)
         else:
             self.ended = event
 
 
-class LocalNode:
-    """`start` requests, call `turn` until they have ended."""
+class LocalRank:
+    """One rank without a leader. `group` and `host` are shared with the other ranks, if there are any."""
 
     def __init__(
         self,
         model_dir: Path,
-        run_dir: Path,
+        report: Callable[[Report], None],
         *,
+        group: TensorParallel | None = None,
+        host: HostMemory | None = None,
         dtype: str = "float32",
         max_model_len: int | None = None,
-        erase: str = "",
         **decode: int,
     ) -> None:
         model = {"path": str(model_dir), "dtype": dtype, "max_model_len": max_model_len}
         sections = {"model": model, "decode": {"host_pool_bytes": 8 << 20, **decode}, "kv": {"block_size": 16}}
         self.config = SluiceConfig.model_validate(sections)
         self.model = ModelConfig.from_dir(model_dir)
-        torch_dtype = getattr(torch, dtype)
-        self.decoder = DsaDecoder(self.model, load_weights(model_dir, self.model, torch_dtype), None, torch_dtype)
         self.geometry = plan_geometry(self.config, self.model)
-        memory = PoisonedMemory()
-        self.memory = DecodeMemory(self.geometry, torch_dtype, memory, memory)
+        group, torch_dtype = group or SingleRank(), getattr(torch, dtype)
+        self.owns_host = group.shard.rank == 0
+        self._reference = DsaDecoder(self.model, load_weights(model_dir, self.model, torch_dtype), None, torch_dtype)
+        weights = load_weights(model_dir, self.model, torch_dtype, group.shard)
+        poisoned = PoisonedMemory()
+        self.memory = DecodeMemory(self.geometry, torch_dtype, poisoned, host or poisoned)
         self.tables = RowTables(self.geometry)
-        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=True)
-        limits = SchedulerLimits(
-            ranks=1,
-            max_waiting=self.config.decode.max_waiting,
-            max_request_tokens=self.geometry.max_request_tokens,
-            lease_s=60.0,
-        )
-        self.scheduler = Scheduler(kv_manager(self.geometry), limits)
-        self.rank = Rank(
-            self.decoder,
-            self.backend,
-            self.tables,
-            self.geometry.block_size,
-            PullTerms(contributors=1, lease_s=60.0),
-            lambda report: self.loop.own_report(report),
-        )
+        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=self.owns_host)
+        decoder, terms = DsaDecoder(self.model, weights, group, torch_dtype), PullTerms(contributors=1, lease_s=60.0)
+        self.rank = Rank(decoder, self.backend, self.tables, self.geometry.block_size, terms, report)
         self.rank.attach(_CopyingSource(self))
-        eraser = HostRowEraser(erase, self.memory, self.tables) if erase else None
-        self.loop = LeaderLoop(self.scheduler, self.rank, TpLeader(run_dir, "local", 1), 1, eraser)
         self.prefills: dict[str, RecordingBackend] = {}
+        self.refuse_pulls: str | None = None  # the error every further pull ends with
 
-    def prefill(self, prompt: Sequence[int]) -> tuple[RecordingBackend, int]:
-        """The dense reference's rows and greedy first token."""
+    def prefill(self, request_id: str, prompt: Sequence[int]) -> int:
+        """Keeps the dense reference's rows for the request's pulls; returns its greedy first token."""
         backend = RecordingBackend(self.model)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             tokens = torch.tensor(prompt[start : start + PREFILL_CHUNK])
             backend.begin([("prompt", len(tokens))])
             positions = torch.arange(start, start + len(tokens))
-            logits = self.decoder.forward(tokens, positions, backend, torch.tensor([len(tokens) - 1]))
-        return backend, int(logits[0].argmax())
+            logits = self._reference.forward(tokens, positions, backend, torch.tensor([len(tokens) - 1]))
+        self.prefills[request_id] = backend
+        return int(logits[0].argmax())
+
+
+class LocalNode(LocalRank):
+    """Rank 0 with its loop: `start` requests, then `finish` them."""
+
+    def __init__(
+        self, model_dir: Path, run_dir: Path, *, erase: str = "", channel: TpLeader | None = None, **options: Any
+    ) -> None:
+        self.inbox = Inbox()
+        super().__init__(model_dir, self.inbox.own_report, **options)
+        ranks = 1 if channel is None else 2
+        limits = SchedulerLimits(
+            ranks=ranks,
+            max_waiting=self.config.decode.max_waiting,
+            max_request_tokens=self.geometry.max_request_tokens,
+            lease_s=60.0,
+        )
+        self.scheduler = Scheduler(kv_manager(self.geometry), limits)
+        eraser = HostRowEraser(erase, self.memory, self.tables) if erase else None
+        channel = channel or TpLeader(run_dir, "local", 1)
+        self.loop = LeaderLoop(self.inbox, self.scheduler, self.rank, channel, ranks, eraser)
 
     def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> Session:
         """Submits a request whose prefill has already happened."""
-        backend, first = self.prefill(prompt)
-        self.prefills[request_id] = backend
-        session = Session(list(prompt), first, self)
+        session = Session(list(prompt), self.prefill(request_id, prompt), self)
         rules = FinishRules(sampling, frozenset(self.model.eos_token_ids), self.geometry.max_request_tokens)
-        self.loop.submit(DecodeRequest(request_id, len(prompt), rules, FAR), session)
+        self.inbox.submit(DecodeRequest(request_id, len(prompt), rules, FAR), session)
         return session
 
-    def run_until(self, done: Callable[[], bool], most: int = 2000) -> None:
+    def run_until(self, done: Callable[[], bool], most: int = 20_000) -> None:
         for _ in range(most):
             if done():
                 return
-            self.loop.turn(0.0)
+            self.loop.turn(0.0 if self.scheduler.running() else 0.001)
         raise AssertionError(f"not done after {most} turns")
 
     def finish(self, *sessions: Session) -> None:
@@ -158,7 +171,7 @@ class _CopyingSource:
 
     failure = None
 
-    def __init__(self, node: LocalNode) -> None:
+    def __init__(self, node: LocalRank) -> None:
         self._node = node
 
     def expect(
@@ -176,7 +189,7 @@ class _CopyingSource:
         for layer, chunks in node.prefills[request_id].rows.items():
             ckv, k_rope = (torch.cat([chunk[part] for chunk in chunks]) for part in (0, 1))
             host_ckv, host_k_rope = node.memory.host_ckv[layer], node.memory.host_k_rope[layer]
-            targets = [(ckv, host_ckv, main_blocks), (k_rope, host_k_rope, main_blocks)]
+            targets = [(ckv, host_ckv, main_blocks), (k_rope, host_k_rope, main_blocks)] if node.owns_host else []
             if layer in node.memory.index_keys:
                 keys = torch.cat([chunk[2] for chunk in chunks if chunk[2] is not None])
                 targets.append((keys, node.memory.index_keys[layer], indexer_blocks))
@@ -184,7 +197,7 @@ class _CopyingSource:
                 at = torch.arange(len(rows))
                 slots = torch.tensor(blocks)[at // bs] * bs + at % bs
                 cache.view(-1, rows.shape[1])[slots] = rows
-        node.rank.pull_ended(request_id, generation, None)
+        node.rank.pull_ended(request_id, generation, node.refuse_pulls)
 
     def release(self, request_id: str) -> None:
         self._node.rank.quiescent(request_id)

@@ -1,0 +1,157 @@
+"""Builds everything one TP rank owns, on its engine thread, and takes it down again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from sluice.v1 import registry_pb2
+from transfer.host_pool import HostPool
+from transfer.hostcann.runtime import DeviceOutOfMemory
+from transfer.memfabric import MemFabricEngine
+
+from decode_node.backend import DecodeBackend
+from decode_node.commands import RankEndpoint, Report
+from decode_node.geometry import DecodeGeometry
+from decode_node.identity import Place
+from decode_node.memory import DTYPES, DecodeMemory, RowTables
+from decode_node.puller import Puller
+from decode_node.rank import PullTerms, Rank
+from engine.config import ConfigError, SluiceConfig
+from engine.device import Device
+from engine.model.config import ModelConfig
+from engine.model.decoder import DsaDecoder
+from engine.model.loader import load_weights
+from engine.model.parallel import TensorParallelGroup
+from engine.model.shard import Shard
+from engine.ops import set_device, set_num_threads
+
+log = logging.getLogger(__name__)
+SCRATCH_BYTES = 4096  # of each rank, behind the host pool's blocks: where its puller reads generation words to
+
+
+@dataclass(frozen=True)
+class NodeSetup:
+    """What a rank is built from."""
+
+    config: SluiceConfig
+    model: ModelConfig
+    geometry: DecodeGeometry
+    place: Place
+    info: registry_pb2.WorkerInfo
+    rendezvous: str  # torch.distributed init_method, used with several ranks
+
+    @property
+    def ranks(self) -> int:
+        return self.config.decode.tp
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rank that is ready to take turns."""
+
+    rank: Rank
+    backend: DecodeBackend
+    memory: DecodeMemory
+    tables: RowTables
+    puller: Puller
+    endpoint: RankEndpoint
+    device_bytes: int
+
+
+def build_node(
+    setup: NodeSetup,
+    host_pool_url: str,
+    report: Callable[[Report], None],
+    progress: Callable[[str], None],
+    resources: ExitStack,
+) -> Node:
+    """Loads the model and allocates all memory; what must be closed is put on `resources`. Blocks for long.
+
+    `report` is called from any thread with what the leader must know. `progress` gets lines for people to read.
+
+    Raises:
+        ConfigError: the device cannot hold the caches; the text names the fields to change.
+    """
+    config, model, geometry, place = setup.config, setup.model, setup.geometry, setup.place
+    torch.set_num_threads(config.decode.threads)
+    set_num_threads(config.decode.threads)
+    set_device(setup.info.device_id)
+    decoder = _load_decoder(setup, progress, resources)
+
+    progress("allocating KV memory")
+    device = Device(setup.info.device_id)
+    resources.callback(device.close)
+    engine = MemFabricEngine(
+        host=config.runtime.host,
+        device_id=setup.info.device_id,
+        role="decode",
+        protocol=config.transfer.protocol,
+        store_url=f"tcp://{config.runtime.host}:{config.transfer.store_port}",
+    )
+    resources.callback(engine.close)
+    pool = HostPool.create(
+        place.tp_rank,
+        setup.ranks,
+        geometry.host_pool_bytes + setup.ranks * SCRATCH_BYTES,
+        host_pool_url,
+        setup.info.device_id,
+    )
+    resources.callback(pool.close)
+    try:
+        memory = DecodeMemory(geometry, DTYPES[config.model.dtype], device, pool)
+    except DeviceOutOfMemory as error:
+        raise ConfigError(
+            f"{place.worker_id}: indexer caches of {geometry.num_blocks} blocks and hot buffers of "
+            f"{geometry.hot.rows} rows do not fit the device: {error}; lower decode.host_pool_bytes, decode.hot_tokens "
+            "or decode.max_requests, or raise hostcann.hbm_bytes"
+        ) from error
+    for keys in memory.index_keys.values():
+        engine.register(keys.data_ptr(), keys.nbytes)
+
+    tables = RowTables(geometry)
+    backend = DecodeBackend(model, memory, tables, writes_host=place.tp_rank == 0)
+    terms = PullTerms(config.prefill.tp // setup.ranks, config.decode.reservation_s)
+    rank = Rank(decoder, backend, tables, geometry.block_size, terms, report)
+    puller = Puller(
+        bind=f"tcp://{config.runtime.host}:*",
+        worker_id=place.worker_id,
+        epoch=setup.info.epoch,
+        layout=setup.info.layout,
+        tp_rank=place.tp_rank,
+        tp_size=setup.ranks,
+        memory=memory.pull_targets(),
+        engine=engine,
+        scratch_address=pool.address + geometry.host_pool_bytes + place.tp_rank * SCRATCH_BYTES,
+        read_timeout_s=config.transfer.read_timeout_s,
+        handshake_timeout_s=config.transfer.handshake_timeout_s,
+        on_terminal=rank.pull_ended,
+        on_quiescent=rank.quiescent,
+    )
+    rank.attach(puller)
+    puller.start()
+    resources.callback(puller.close)
+    endpoint = RankEndpoint(puller.address, setup.info.epoch)
+    return Node(rank, backend, memory, tables, puller, endpoint, device.allocated_bytes)
+
+
+def _load_decoder(setup: NodeSetup, progress: Callable[[str], None], resources: ExitStack) -> DsaDecoder:
+    config, model = setup.config, setup.model
+    dtype = DTYPES[config.model.dtype]
+    shard = Shard(setup.place.tp_rank, setup.ranks)
+    group = None
+    if setup.ranks > 1:
+        progress("joining the other TP ranks")
+        group = TensorParallelGroup(shard, setup.rendezvous, timeout_s=config.runtime.collective_timeout_s)
+        resources.callback(group.close)
+    weights = load_weights(
+        config.model.path,
+        model,
+        dtype,
+        shard,
+        progress=lambda done, total: progress(f"loading weights: {done} of {total} layers"),
+    )
+    return DsaDecoder(model, weights, group, dtype)
