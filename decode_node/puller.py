@@ -18,18 +18,7 @@ from sluice.v1 import registry_pb2, wire_pb2
 from decode_node.batch_reader import BatchReader, Counts, PullCounters, ReadEngine, Source
 from decode_node.pull_plan import WORD_BYTES, LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
-from transfer.wire import (
-    Body,
-    Wakeup,
-    WireError,
-    WireVersionError,
-    close_monitored,
-    decode,
-    encode,
-    monitor,
-    monitor_events,
-    router,
-)
+from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, encode, monitor_events, router
 
 log = logging.getLogger(__name__)
 _IDLE_POLL_S = 1.0
@@ -104,9 +93,8 @@ class Puller:
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = router(self._context, bind)
-        self._monitor = monitor(self._socket, zmq.EVENT_DISCONNECTED)
-        self._address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bound = router(self._context, bind, zmq.EVENT_DISCONNECTED)
+        self._address: str = self._bound.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="puller", daemon=True)
 
     @property
@@ -173,7 +161,7 @@ class Puller:
         self._wakeup.set()
 
     def release(self, request_id: str) -> None:
-        """Forgets a request, over or not; ``on_quiescent`` (perhaps within this call) tells when its blocks are free."""
+        """Forgets a request, over or not. ``on_quiescent`` says, perhaps within this call, that its blocks are free."""
         self._requests.release(request_id)
 
     # Below: the socket's thread.
@@ -197,7 +185,7 @@ class Puller:
 
     def _poll(self) -> None:
         poller = zmq.Poller()
-        for polled in (self._socket, self._monitor, self._wakeup.fileno()):
+        for polled in (*self._bound, self._wakeup.fileno()):
             poller.register(polled, zmq.POLLIN)
         now = time.monotonic()
         wait = _QUARANTINE_POLL_S if self._leaving or self._reader.quarantined() else _IDLE_POLL_S
@@ -209,7 +197,7 @@ class Puller:
     def _receive(self) -> None:
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._bound.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             # Connections that ended before this message was read are dropped first: their descriptor may be this one's.
@@ -266,10 +254,10 @@ class Puller:
         while self._replies:
             identity, body = self._replies.popleft()
             with contextlib.suppress(zmq.ZMQError):  # the peer has gone, and then nobody waits for the answer
-                self._socket.send_multipart([identity, encode(body)], zmq.NOBLOCK)
+                self._bound.socket.send_multipart([identity, encode(body)], zmq.NOBLOCK)
 
     def _drop_lost(self) -> None:
-        for event in monitor_events(self._monitor):
+        for event in monitor_events(self._bound.monitor):
             for peer in [peer for peer in self._peers.values() if peer.descriptor == event.value]:
                 self._drop(peer, f"{peer.source.map.name} (epoch {peer.source.map.epoch}) disconnected")
                 self._counts.add(lost_sources=1)
@@ -302,7 +290,7 @@ class Puller:
         for peer in self._leaving:
             if peer.thread is not None:
                 peer.thread.join(max(0.0, end - time.monotonic()))
-        close_monitored(self._socket)
+        self._bound.close()
         self._wakeup.close()
         self._context.term()
 

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
-from transfer.wire import Body, close_monitored, dealer, encode, monitor, monitor_events
+from transfer.wire import Body, dealer, encode, monitor_events
 
 _LOSS_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOSS_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -71,25 +71,24 @@ class Link:
         self.endpoint = endpoint
         self.is_open = False
         self.waiters: list[Future[Endpoint]] = []
-        self._socket = dealer(context, endpoint.address, timeout_s)
-        self._monitor = monitor(self._socket, _LOSS_EVENTS)
+        self._connection = dealer(context, endpoint.address, timeout_s, _LOSS_EVENTS)
         self.send(source.hello(endpoint.epoch))
 
     @property
     def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
         """To be polled for input."""
-        return self._socket, self._monitor
+        return self._connection.socket, self._connection.monitor
 
     def send(self, body: Body) -> None:
         """Queues a message; it is lost with the link. Raises WireError when it is too large."""
         with contextlib.suppress(zmq.Again):  # no connection any more, which lost() tells
-            self._socket.send(encode(body), zmq.NOBLOCK)
+            self._connection.socket.send(encode(body), zmq.NOBLOCK)
 
     def received(self) -> Iterator[bytes]:
         """Payloads which have arrived. An empty delimiter frame before one is tolerated."""
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._connection.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             yield b"".join(frames)
@@ -108,7 +107,7 @@ class Link:
 
     def lost(self) -> bool:
         """True once the connection was refused or has ended. Messages that arrived before may still be received."""
-        return bool(monitor_events(self._monitor))
+        return bool(monitor_events(self._connection.monitor))
 
     def close(self) -> None:
-        close_monitored(self._socket)
+        self._connection.close()

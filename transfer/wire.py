@@ -63,7 +63,9 @@ def decode(payload: bytes) -> Body:
     try:
         message = wire_pb2.WireMessage.FromString(payload)
     except DecodeError:
-        raise WireError(f"{len(payload)} bytes which are not a WireMessage") from None
+        message = wire_pb2.WireMessage()
+    if not message.version:
+        raise WireError(f"{len(payload)} bytes which are not a WireMessage")
     if message.version != WIRE_VERSION:
         raise WireVersionError(f"peer speaks wire protocol version {message.version}, this process {WIRE_VERSION}")
     name = message.WhichOneof("body")
@@ -73,32 +75,48 @@ def decode(payload: bytes) -> Body:
     return body
 
 
-def dealer(context: zmq.Context[Any], address: str, connect_timeout_s: float) -> zmq.Socket[Any]:
-    """Prefill's socket to one decode endpoint. Connects in the background, once: a lost connection stays lost."""
-    created = _socket(context, zmq.DEALER)
-    created.setsockopt(zmq.RECONNECT_IVL, -1)
-    created.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(connect_timeout_s * 1000)))
+class Monitored(NamedTuple):
+    """A socket and the one which tells what happens to its connections (``monitor_events``)."""
+
+    socket: zmq.Socket[Any]
+    monitor: zmq.Socket[Any]
+
+    def close(self) -> None:
+        """Closes both; what was not sent is dropped."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+def dealer(context: zmq.Context[Any], address: str, connect_timeout_s: float, events: int) -> Monitored:
+    """Prefill's socket to one decode endpoint. Connects in the background, once: a lost connection stays lost.
+
+    Raises WireError when ``address`` is not one.
+    """
+    created = _socket(context, zmq.DEALER, events)
+    created.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    created.socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(connect_timeout_s * 1000)))
     try:
-        created.connect(address)
+        created.socket.connect(address)
     except zmq.ZMQError as error:
-        created.close(0)
+        created.close()
         raise WireError(f"{address!r} is not an address to connect to: {error}") from None
     return created
 
 
-def router(context: zmq.Context[Any], bind: str) -> zmq.Socket[Any]:
+def router(context: zmq.Context[Any], bind: str, events: int) -> Monitored:
     """Decode's socket, bound to ``tcp://host:port`` (port ``*``: a free one). Raises OSError naming the address."""
-    created = _socket(context, zmq.ROUTER)
-    created.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    created = _socket(context, zmq.ROUTER, events)
+    created.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
-        created.bind(bind)
+        created.socket.bind(bind)
     except zmq.ZMQError as error:
-        created.close(0)
+        created.close()
         raise OSError(error.errno, f"cannot listen on {bind}: {error}") from None
     return created
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+def _socket(context: zmq.Context[Any], kind: int, events: int) -> Monitored:
     created: zmq.Socket[Any] = context.socket(kind)
     created.setsockopt(zmq.LINGER, 0)
     created.setsockopt(zmq.SNDHWM, 0)  # bounded by leases, not by dropping messages
@@ -106,30 +124,18 @@ def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
     created.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
     created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     created.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
-    return created
+    # Before the socket connects or binds, or the first events are missed.
+    return Monitored(created, created.get_monitor_socket(events))
 
 
-def monitor(watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """A socket that tells ``events`` of ``watched``; closed by ``close_monitored``."""
-    created: zmq.Socket[Any] = watched.get_monitor_socket(events)
-    created.setsockopt(zmq.LINGER, 0)
-    return created
-
-
-def monitor_events(monitoring: zmq.Socket[Any]) -> list[SocketEvent]:
+def monitor_events(monitor: zmq.Socket[Any]) -> list[SocketEvent]:
     """All events seen since the last call; does not block."""
     seen = []
     with contextlib.suppress(zmq.Again):
         while True:
-            message = recv_monitor_message(monitoring, zmq.NOBLOCK)
+            message = recv_monitor_message(monitor, zmq.NOBLOCK)
             seen.append(SocketEvent(int(message["event"]), int(message["value"])))
     return seen
-
-
-def close_monitored(watched: zmq.Socket[Any]) -> None:
-    """Closes a socket and its monitor, dropping what was not sent."""
-    watched.disable_monitor()
-    watched.close(0)
 
 
 class Wakeup:
