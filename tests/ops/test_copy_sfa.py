@@ -131,6 +131,18 @@ def test_a_list_without_row_counts_is_copied_and_padding_is_skipped(each_backend
     torch.testing.assert_close(case["attention_out"][0].double(), wanted, atol=2e-5, rtol=2e-5)
 
 
+def test_without_a_cache_the_selection_is_ignored(each_backend: str) -> None:
+    """C = 0: the row is dense over what it sees, whatever its slots say."""
+    case = copy_case(rows=[2], contexts=[40], hot_lens=[10], cache_tokens=[0], topk=3, seed=1)
+    case["topk_dst_slots"][:] = torch.tensor([2, 9, 11])
+    run(case)
+    ckv, k_rope = (gather(case[f"hbm_{key}"], case["hbm_block_table"][0], 10) for key in ("kv_cache", "k_rope"))
+    for row, visible in enumerate((9, 10)):
+        query = case["query"][row], case["query_rope"][row]
+        wanted = dense_attention(*query, ckv, k_rope, list(range(visible)), case["scale_value"])
+        torch.testing.assert_close(case["attention_out"][row].double(), wanted, atol=2e-5, rtol=2e-5)
+
+
 def test_errors_name_the_argument(each_backend: str) -> None:
     def refused(match: str, **changes: Tensor) -> None:
         case = copy_case(rows=[1, 1], contexts=[20, 20], hot_lens=[16, 16], cache_tokens=[8, 8], topk=4)
@@ -153,8 +165,9 @@ def test_errors_name_the_argument(each_backend: str) -> None:
 COUNTER = r"""
 #include <stdint.h>
 uint64_t calls[3];
-void hostcann_count_copy(int device, int kind, uint64_t bytes) {
+int hostcann_count_copy(int device, int kind, uint64_t bytes) {
   calls[0] += bytes, calls[1] = device, calls[2] = kind;
+  return 0;
 }
 """
 

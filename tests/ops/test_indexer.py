@@ -79,13 +79,15 @@ def test_prefill_and_decode_select_alike() -> None:
     """The same row gives the same ids alone, in a batch of rows, on one thread and split over key segments."""
     rows, length = 40, 9000
     case = IndexerCase.random([(rows, length)], heads=4, dims=24, block_size=64, dtype=torch.bfloat16, seed=3)
-    whole = lightning_indexer(*case.args(), 128)
-    for row in (0, 17, rows - 1):
-        visible = i32([length - (rows - 1 - row)])
-        one = (case.query[row : row + 1], case.weights[row : row + 1], case.key_cache, case.block_table)
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            assert lightning_indexer(*one, i32([1]), visible, 128).tolist() == [whole[row].tolist()]
+    for topk in (128, length):
+        torch.set_num_threads(1)
+        whole = lightning_indexer(*case.args(), topk)
+        for row in (0, 17, rows - 1):
+            visible = i32([length - (rows - 1 - row)])
+            one = (case.query[row : row + 1], case.weights[row : row + 1], case.key_cache, case.block_table)
+            for threads in (1, 4):
+                torch.set_num_threads(threads)
+                assert lightning_indexer(*one, i32([1]), visible, topk).tolist() == [whole[row].tolist()]
 
 
 @pytest.mark.parametrize("order", ["falling", "rising", "equal"])

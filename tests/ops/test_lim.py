@@ -169,7 +169,7 @@ def test_an_illegal_request_keeps_its_row_and_its_neighbour_works(each_backend: 
     check_offloaded(case, after, 1, first=True)
 
 
-@pytest.mark.parametrize("position, slot", [(44, 3), (3, 3), (3, 20)], ids=["beyond L", "twice", "beyond C"])
+@pytest.mark.parametrize("position, slot", [(44, 19), (3, 3), (3, 20)], ids=["beyond L", "twice", "beyond C"])
 def test_a_steady_request_whose_row_is_no_bijection_is_refused(each_backend: str, position: int, slot: int) -> None:
     case = lim_case([(1, 60, 44, 20, -1)], seed=1)
     case["cache_slots_pool"][5, 10:29] = torch.arange(19, dtype=torch.int32)  # one short of C

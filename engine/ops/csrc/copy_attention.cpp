@@ -80,7 +80,7 @@ int64_t copy_misses(const Args& a, FirstFault& fault) {
 
 // Tells the emulated driver, where there is one in this process.
 void report_copy(int64_t device, int64_t bytes) {
-  using Count = void (*)(int device, int kind, uint64_t bytes);
+  using Count = int (*)(int device, int kind, uint64_t bytes);
   static std::atomic<Count> known{nullptr};
   Count count = known.load();
   if (count == nullptr) {

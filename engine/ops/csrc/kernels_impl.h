@@ -10,6 +10,12 @@ typedef float vec __attribute__((vector_size(SLUICE_LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(SLUICE_LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(SLUICE_LANES * 4), aligned(4), may_alias));
 
+#if defined(__aarch64__)
+typedef __fp16 half;  // g++ knows _Float16 there from version 13 on only
+#else
+typedef _Float16 half;
+#endif
+
 inline vec load(const float* p) { return *reinterpret_cast<const loose_vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<loose_vec*>(p) = v; }
 inline vec splat(float x) { return x - vec{}; }
@@ -27,7 +33,7 @@ void widen(const void* src, int64_t dtype, float* dst, int64_t count) {
     const uint16_t* from = static_cast<const uint16_t*>(src);
     for (int64_t i = 0; i < count; ++i) dst[i] = from_bits(static_cast<uint32_t>(from[i]) << 16);
   } else {
-    const _Float16* from = static_cast<const _Float16*>(src);
+    const half* from = static_cast<const half*>(src);
     for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<float>(from[i]);
   }
 }
@@ -46,8 +52,8 @@ void narrow(const float* src, float factor, int64_t dtype, void* dst, int64_t co
       to[i] = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
     }
   } else {
-    _Float16* to = static_cast<_Float16*>(dst);
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<_Float16>(src[i] * factor);
+    half* to = static_cast<half*>(dst);
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<half>(src[i] * factor);
   }
 }
 
