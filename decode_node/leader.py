@@ -70,11 +70,16 @@ class LeaderLoop:
 
     def run(self) -> None:
         """Returns after `stop`. RuntimeError when this rank or another cannot go on."""
-        while not self._stopping.is_set():
-            self.turn(self._patience())
-        for rid, sink in self._sinks.items():
-            text = f"request {rid}: the decode worker is stopping"
-            sink.deliver(Ended(rid, Failure(FailureKind.STOPPING, text)))
+        cause = "the decode worker is stopping"
+        try:
+            while not self._stopping.is_set():
+                self.turn(self._patience())
+        except Exception as error:
+            cause = f"the decode worker failed: {error}"
+            raise
+        finally:
+            for rid, sink in self._sinks.items():
+                sink.deliver(Ended(rid, Failure(FailureKind.STOPPING, f"request {rid}: {cause}")))
 
     def turn(self, wait_s: float) -> None:
         """One round: hear what is new (waiting up to `wait_s` for it), schedule, compute at most one step."""

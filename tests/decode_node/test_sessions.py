@@ -35,6 +35,7 @@ class Service:
 
     node: LocalNode
     stub: worker_pb2_grpc.DecodeServiceAsyncStub
+    failures: list[Exception]  # what ended the loop
     first_tokens: dict[str, int] = field(default_factory=dict)
 
     def prefill(self, rid: str, prompt: Sequence[int]) -> None:
@@ -68,11 +69,19 @@ async def serving(node: LocalNode) -> AsyncIterator[Service]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     sessions.open(node.inbox, [RankEndpoint("tcp://10.0.0.1:7000", "epoch-1")])
-    engine = threading.Thread(target=node.loop.run)
+    failures: list[Exception] = []
+
+    def run_loop() -> None:
+        try:
+            node.loop.run()
+        except RuntimeError as error:
+            failures.append(error)
+
+    engine = threading.Thread(target=run_loop)
     engine.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(node, worker_pb2_grpc.DecodeServiceStub(channel))
+            yield Service(node, worker_pb2_grpc.DecodeServiceStub(channel), failures)
     finally:
         node.loop.stop()
         engine.join(5)
@@ -212,7 +221,8 @@ def test_a_duplicate_id_is_refused_and_hurts_nobody(run: Callable[..., None]) ->
 
 def test_errors_name_the_request_and_carry_their_status(run: Callable[..., None]) -> None:
     async def scenario(service: Service) -> None:
-        service.prefill("r1", PROMPT)
+        for rid in ("r1", "r2"):
+            service.prefill(rid, PROMPT)
         held = await service.open("r1")
         await held.read()
         queued = await service.open("r2")
@@ -255,5 +265,18 @@ def test_a_worker_that_stops_ends_its_sessions(run: Callable[..., None]) -> None
         await call.read()
         service.node.loop.stop()
         assert await ended_with(call, grpc.StatusCode.UNAVAILABLE) == "request r1: the decode worker is stopping"
+
+    run(scenario)
+
+
+def test_a_worker_that_fails_ends_its_sessions_with_the_cause(run: Callable[..., None]) -> None:
+    async def scenario(service: Service) -> None:
+        service.prefill("r1", PROMPT)
+        call = await service.open("r1")
+        await call.read()
+        service.node.rank.source.failure = "its socket is gone"
+        text = await ended_with(call, grpc.StatusCode.UNAVAILABLE)
+        assert text == "request r1: the decode worker failed: the puller died: its socket is gone"
+        assert str(service.failures) == "[RuntimeError('the puller died: its socket is gone')]"
 
     run(scenario)
