@@ -170,11 +170,12 @@ class BatchReader:
         wait_until = min(lease_end, time.monotonic() + self._registration_wait_s)
         for entry in batch.entries:
             try:
-                request = self._requests.claim(entry, batch.member, batch.members, batch.layer, source, wait_until)
+                request = self._requests.claim(entry, batch.member, batch.members, source, wait_until)
             except PullRefused as error:
                 errors[entry.request_id] = str(error)
                 continue
             try:
+                self._requests.check_order(request, entry, batch.member, batch.layer)
                 planned = self._planner.entry(
                     source.map, batch.layer, entry, request.main_blocks, request.indexer_blocks
                 )

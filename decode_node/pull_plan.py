@@ -190,7 +190,7 @@ class PullPlanner:
         _check_destination("indexer", entry.indexer_start, indexer, len(indexer_blocks))
         for kind, tensor in theirs.items():
             blocks = entry.main_blocks if kind in MAIN_KINDS else entry.indexer_blocks
-            if any(block >= tensor.num_blocks for block in blocks):
+            if blocks and max(blocks) >= tensor.num_blocks:
                 raise PullRefused(
                     f"prefill block {max(blocks)} of {kind_name(kind)} is not in 0..{tensor.num_blocks - 1}"
                 )

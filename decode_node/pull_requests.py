@@ -95,7 +95,7 @@ class PullRequests:
             self._settle_release(request)
 
     def claim(
-        self, entry: wire_pb2.ReadEntry, member: int, members: int, layer: int, source: object, wait_until: float
+        self, entry: wire_pb2.ReadEntry, member: int, members: int, source: object, wait_until: float
     ) -> PullRequest:
         """Begins a read for this entry; it must be followed by ``ended``.
 
@@ -111,12 +111,16 @@ class PullRequests:
                 raise PullRefused(f"contributor {member} is already another prefill process")
             if member in request.finished:
                 raise PullRefused(f"contributor {member} has declared this request finished")
-            arrived = request.arrived.get((member, layer), request.wanted.start)
-            if entry.main_blocks and entry.main_start > arrived:
-                raise PullRefused(f"blocks {arrived}..{entry.main_start - 1} of layer {layer} were never announced")
             request.in_flight += 1
             request.silent_until = time.monotonic() + request.lease_s
             return request
+
+    def check_order(self, request: PullRequest, entry: wire_pb2.ReadEntry, member: int, layer: int) -> None:
+        """Raises PullRefused when a member left out blocks of a layer. (It may send some twice.)"""
+        with self._changed:
+            end = request.arrived.get((member, layer), request.wanted.start)
+        if entry.main_blocks and entry.main_start > end:
+            raise PullRefused(f"blocks {end}..{entry.main_start - 1} of layer {layer} were never announced")
 
     def ended(self, request: PullRequest) -> None:
         """No byte of the read begun by ``claim`` moves any more."""

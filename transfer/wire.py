@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
 _DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
-_HEARTBEAT_MS = 2_000  # a silently dropped host is noticed after two of these
+_HEARTBEAT_MS = 5_000  # a host that vanished without closing its connections is noticed after three of these
 
 Body = wire_pb2.Hello | wire_pb2.HelloReply | wire_pb2.ReadReady | wire_pb2.ReadDone | wire_pb2.ReadFailed
 _FIELD_OF = {
@@ -123,7 +123,7 @@ def _socket(context: zmq.Context[Any], kind: int, events: int) -> Monitored:
     created.setsockopt(zmq.RCVHWM, 0)
     created.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
     created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    created.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+    created.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
     # Before the socket connects or binds, or the first events are missed.
     return Monitored(created, created.get_monitor_socket(events))
 

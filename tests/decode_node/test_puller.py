@@ -198,6 +198,7 @@ def test_chunks_continue_where_the_last_one_ended_and_a_gap_is_an_error(node: No
     errors = prefill.publish(0, [entry("r", [1, 2], start=1, indexer=[1, 2])])
     assert "blocks 0..0 of layer 0 were never announced" in errors["r"]
     assert node.copied()[2:] == []
+    assert node.events.next_terminal() == ("r", 1, errors["r"])
 
 
 def test_finishing_with_missing_blocks_fails_the_request(node: Node) -> None:
