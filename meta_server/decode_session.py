@@ -109,7 +109,7 @@ class DecodeSession:
         code, details = await self._call.code(), await self._call.details()
         if code is grpc.StatusCode.OK:
             return unavailable(f"decode worker {self._worker.info.worker_id} ended the request without finishing it")
-        return explain(self._channels, self._worker, "decode", code, details or "")
+        return await explain(self._channels, self._worker, "decode", code, details or "")
 
     def _out_of_order(self, event: worker_pb2.DecodeSessionResponse, expected: str) -> RequestFailed:
         kind = event.WhichOneof("event")

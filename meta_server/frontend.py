@@ -41,12 +41,12 @@ class Frontend:
         self.router = router or Router(registry)
         self._request_timeout_s = request_timeout_s
         self._running: dict[str, Generation] = {}
-        self._stopping = False
+        self.stopping = False
         self._born = time.monotonic()
 
     @property
     def ready(self) -> bool:
-        return self.registry.ready and not self._stopping
+        return self.registry.ready and not self.stopping
 
     @property
     def in_flight(self) -> int:
@@ -68,11 +68,12 @@ class Frontend:
             uptime_seconds=time.monotonic() - self._born,
             ready=self.ready,
             counters=self.metrics.totals(),
+            pools=self.registry.pools(),
         )
 
     async def shutdown(self) -> None:
         """Refuses new requests and ends the running ones with an error."""
-        self._stopping = True
+        self.stopping = True
         running = list(self._running.values())
         for generation in running:
             generation.abort(
@@ -94,7 +95,7 @@ class Frontend:
             raise
 
     def _check_admission(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._stopping:
+        if self.stopping:
             raise unavailable("the meta server is shutting down")
         ids = Counter(request.request_id for request in requests)
         for request_id, count in ids.items():

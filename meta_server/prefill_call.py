@@ -33,4 +33,4 @@ async def call_prefill(
     try:
         return await stub.Prefill(message, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
-        raise explain(channels, worker, "prefill", error.code(), error.details() or "") from None
+        raise await explain(channels, worker, "prefill", error.code(), error.details() or "") from None

@@ -13,6 +13,7 @@ from meta_server.compatibility import check_fits, check_info
 
 PREFILL = common_pb2.WORKER_ROLE_PREFILL
 DECODE = common_pb2.WORKER_ROLE_DECODE
+MEMCACHE_SHARE = "pool_bytes"  # a prefill leader's name for what it holds of the MemCache pool
 
 
 @dataclass(frozen=True, order=True)
@@ -162,6 +163,18 @@ class Registry:
                 self._watchers.pop(replica.key, None)
 
         return unwatch
+
+    def live(self) -> set[tuple[str, str]]:
+        """(worker id, epoch) of every process that is not lost."""
+        return {(worker.info.worker_id, worker.info.epoch) for worker in self._live()}
+
+    def pools(self) -> list[common_pb2.PoolUsage]:
+        """Pools of the deployment as a whole: the MemCache pool, of which every prefill group tells its share."""
+        shares = [pool for worker in self._live() for pool in worker.status.pools if pool.name == MEMCACHE_SHARE]
+        if not shares:
+            return []
+        used, total = sum(share.used for share in shares), sum(share.total for share in shares)
+        return [common_pb2.PoolUsage(name="memcache", used=used, total=total, unit="bytes")]
 
     def states(self) -> list[client_pb2.WorkerState]:
         """Every known worker, lost ones included, ordered by id."""

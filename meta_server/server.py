@@ -93,6 +93,7 @@ class MetaServer:
         while True:
             for worker_id in self.registry.sweep():
                 log.warning("%s is lost: no heartbeat for %g s", worker_id, self._config.runtime.lost_after_s)
+            await self.frontend.channels.forget(self.registry.live())
             await self._show_health()
             await asyncio.sleep(_WATCH_PERIOD_S)
 

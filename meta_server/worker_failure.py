@@ -9,14 +9,16 @@ from meta_server.errors import Failure, FailureKind, RequestFailed
 from meta_server.registry import Worker
 
 
-def explain(channels: WorkerChannels, worker: Worker, role: str, code: grpc.StatusCode, details: str) -> RequestFailed:
+async def explain(
+    channels: WorkerChannels, worker: Worker, role: str, code: grpc.StatusCode, details: str
+) -> RequestFailed:
     """The failure for status `code` of a "prefill" or "decode" worker; its text names the worker and the cause.
 
     A worker whose connection is down becomes suspect: nothing new is sent to it until its next heartbeat.
     """
     kind = FailureKind.from_worker(code)
     name = f"{role} worker {worker.info.worker_id}"
-    if code is grpc.StatusCode.UNAVAILABLE and channels.is_broken(worker):
+    if code is grpc.StatusCode.UNAVAILABLE and await channels.is_broken(worker):
         worker.suspect = True
         return RequestFailed(Failure(kind, f"{name} was lost: the connection broke ({details})"))
     verb = "refused the request" if kind in (FailureKind.INVALID, FailureKind.BUSY) else "failed"

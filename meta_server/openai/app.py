@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from meta_server.answers import Answers
 from meta_server.errors import Failure, FailureKind, RequestFailed
 from meta_server.frontend import Frontend
+from meta_server.openai.body_limit import BodyLimit
 from meta_server.openai.chat import ChatRenderer, chat_requests
 from meta_server.openai.completions import CompletionRenderer, completion_requests
 from meta_server.openai.errors import bad_body, error_response, on_http_exception
@@ -82,6 +83,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         frontend.metrics.refused()
         return error_response(bad_body(error))
 
+    app.add_middleware(BodyLimit)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_http_exception)
     return app

@@ -92,7 +92,8 @@ class Deployment:
     async def close(self) -> None:
         await self.http.aclose()
         await self.channel.close()
-        await self.server.stop()
+        if not self.server.frontend.stopping:
+            await self.server.stop()
         for worker in self.workers:
             await worker.die()
 

@@ -199,6 +199,7 @@ class FakeWorker:
     def __init__(self, info: registry_pb2.WorkerInfo, meta_address: str) -> None:
         self.info = info
         self.ready = True
+        self.pools = [common_pb2.PoolUsage(name="host_blocks", used=0, total=256, unit="blocks")]
         self.decode = FakeDecode()
         self.prefill = FakePrefill()
         self._meta_address = meta_address
@@ -220,7 +221,7 @@ class FakeWorker:
     async def beat(self) -> bool:
         status = common_pb2.WorkerStatus(
             ready=self.ready,
-            pools=[common_pb2.PoolUsage(name="host_blocks", used=0, total=256, unit="blocks")],
+            pools=self.pools,
             counters={"bytes_pulled": 12.0},
         )
         beat = registry_pb2.HeartbeatRequest(worker_id=self.info.worker_id, epoch=self.info.epoch, status=status)

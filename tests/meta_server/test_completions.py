@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from engine.tokenizer import Tokenizer
+from meta_server.openai.body_limit import MAX_BODY_BYTES
 from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed, joined
 from tests.meta_server.fakes import FIRST, until
 
@@ -215,6 +217,16 @@ async def test_broken_json_is_400(shared: Deployment, content: bytes, part: str)
     response = await shared.http.post(PATH, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert part in response.json()["error"]["message"]
+
+
+async def test_body_beyond_the_limit_is_413(shared: Deployment) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(MAX_BODY_BYTES // (1 << 20) + 1):
+            yield b" " * (1 << 20)
+
+    response = await shared.http.post(PATH, content=endless(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
 
 
 async def test_unknown_fields_are_ignored_and_neutral_ones_accepted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -16,10 +17,10 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from sluice.v1 import registry_pb2, registry_pb2_grpc
+from sluice.v1 import client_pb2, common_pb2, registry_pb2, registry_pb2_grpc
 
 from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed
-from tests.meta_server.fakes import layout, worker_info
+from tests.meta_server.fakes import layout, until, worker_info
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -87,6 +88,35 @@ async def test_worker_that_leaves_is_forgotten() -> None:
         await deployment.decode.leave()
         assert not await deployment.decode.beat(), "it has to register again"
         assert [state.info.worker_id for state in deployment.server.registry.states()] == ["prefill-0/tp0"]
+
+
+@pytest.mark.anyio
+async def test_stop_ends_open_streams_with_an_error() -> None:
+    async with deployed() as deployment:
+        deployment.decode.decode.script.hold = "finished"
+        body = {"prompt": [5], "max_tokens": 2, "stream": True}
+        async with deployment.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            assert "text_completion" in await anext(lines)
+            begun = time.monotonic()
+            stopping = asyncio.create_task(deployment.server.stop())
+            *_, last, end = [line async for line in lines if line]
+            await stopping
+        assert time.monotonic() - begun < 4
+        assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert end == "data: [DONE]"
+        await until(lambda: deployment.decode.decode.open == 0, "decode was told")
+
+
+@pytest.mark.anyio
+async def test_pools_of_the_deployment_are_summed_over_prefill_groups() -> None:
+    async with deployed(workers=False) as deployment:
+        for group in (0, 1):
+            worker = await deployment.add("prefill", group=group)
+            worker.pools.append(common_pb2.PoolUsage(name="pool_bytes", used=10 + group, total=100, unit="bytes"))
+            await worker.beat()
+        (pool,) = (await deployment.client.GetStatus(client_pb2.GetStatusRequest())).pools
+        assert (pool.name, pool.used, pool.total, pool.unit) == ("memcache", 21, 200, "bytes")
 
 
 @pytest.mark.anyio
