@@ -55,7 +55,7 @@ class Service:
     async def emptied(self) -> None:
         """Returns once every pool is empty; fails after 5 s."""
         async with asyncio.timeout(5):
-            while any(usage.used for usage in self.node.loop.snapshot.usage.values()):
+            while any(usage.used for usage in self.node.scheduler.usage().values()):
                 await asyncio.sleep(0.01)
 
 
