@@ -50,6 +50,6 @@ class Client:
 
     def _explain(self, error: grpc.RpcError) -> ClientError:
         code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.UNAVAILABLE and "onnect" in details:
+        if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
             return ClientError(f"no deployment answers at {self.address}; start one with: sluice up --config FILE")
         return ClientError(f"{code.name}: {details}")

@@ -1,10 +1,10 @@
 """``sluice up``: starts every process of one deployment in the foreground and ends them all.
 
 1. resolve the configuration (deploy/resolve.py) and sweep what dead deployments left in shared memory;
-2. start the wheels' services and the meta server, wait until they listen;
+2. start MemCache's MetaService and the meta server, wait until they listen;
 3. start the workers, show their progress, wait until the meta server reports all of them ready;
 4. print ``sluice ready`` and watch: a worker's death is logged, the meta server's ends the deployment;
-5. on SIGTERM or Ctrl-C end everything: meta server, workers, services, each with its own deadline, 15 s in all.
+5. on SIGTERM or Ctrl-C end everything: meta server, workers, MetaService, each with its own deadline, 15 s in all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_S = 0.1
 _STOP_PHASES = (
     ((processes.META_SERVER,), 4.0),
     (("prefill-", "decode-"), 5.0),
-    (("memfabric-store", "memcache-meta"), 2.0),
+    ((processes.POOL_SERVICE,), 2.0),
 )
 """Who is asked to stop when, and how long it may take. Their sum leaves time to kill the rest within 15 s."""
 
@@ -89,13 +89,11 @@ def _supervised(console: Console) -> Iterator[Supervisor]:
 def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console) -> None:
     deadline = time.monotonic() + run.config.runtime.startup_timeout_s
     with Progress(console) as progress:
-        runtime, transfer, pool = run.config.runtime, run.config.transfer, run.config.pool
         listening = {
-            "memfabric-store": (runtime.host, transfer.store_port),
-            "memcache-meta": (runtime.host, pool.config_port),
+            processes.POOL_SERVICE: (run.config.runtime.host, run.config.pool.config_port),
             processes.META_SERVER: (run.grpc_host, run.config.grpc.port),
         }
-        supervisor.start([*processes.store_services(run), processes.meta_server(run)])
+        supervisor.start([processes.pool_service(run), processes.meta_server(run)])
         for name, (host, port) in listening.items():
             progress.update(name, "starting")
             while not can_connect(host, port):

@@ -10,33 +10,20 @@ from deploy.resolve import Run
 from transfer import hostcann
 
 META_SERVER = "meta-server"
+POOL_SERVICE = "memcache-meta"
 _REAL_DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
-def store_services(run: Run) -> list[ChildSpec]:
-    """The wheels' own services, which the workers connect to at start: MemFabric's store, MemCache's MetaService."""
+def pool_service(run: Run) -> ChildSpec:
+    """MemCache's MetaService, which prefill workers connect to at start. It needs no driver."""
     host, pool = run.config.runtime.host, run.config.pool
-    environment = driver_environment(run)
-    return [
-        _spec(
-            run,
-            "memfabric-store",
-            ["transfer.memfabric_store", "--url", f"tcp://{host}:{run.config.transfer.store_port}"],
-            environment,
-        ),
-        _spec(
-            run,
-            "memcache-meta",
-            [
-                "transfer.mem_pool_service",
-                *("--meta-url", f"tcp://{host}:{pool.meta_port}"),
-                *("--config-store-url", f"tcp://{host}:{pool.config_port}"),
-                *("--metrics-url", f"http://{host}:{pool.metrics_port}"),
-                *("--log-dir", str(run.log_dir)),
-            ],
-            {},
-        ),
+    arguments = [
+        *("--meta-url", f"tcp://{host}:{pool.meta_port}"),
+        *("--config-store-url", f"tcp://{host}:{pool.config_port}"),
+        *("--metrics-url", f"http://{host}:{pool.metrics_port}"),
+        *("--log-dir", str(run.log_dir)),
     ]
+    return _spec(run, POOL_SERVICE, ["transfer.mem_pool_service", *arguments], {})
 
 
 def meta_server(run: Run) -> ChildSpec:
