@@ -66,7 +66,7 @@ class Oracle:
     def _model(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self._dir, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(self._dir, dtype=torch.float32)  # comes in eval mode
 
     @torch.no_grad()
     def _generate(self, prompt: list[int], max_tokens: int, eos: bool) -> OracleResult:

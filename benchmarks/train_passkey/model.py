@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 INDEX_TOPK = 64
+_ROPE_THETA = 10000.0
 
 
 def new_model(vocab_size: int, seed: int) -> GlmMoeDsaForCausalLM:
@@ -38,7 +39,7 @@ def new_model(vocab_size: int, seed: int) -> GlmMoeDsaForCausalLM:
         first_k_dense_replace=1,
         max_position_embeddings=65536,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -109,7 +110,7 @@ def _look_back(model: GlmMoeDsaForCausalLM, sharpness: float = 12.0) -> None:
     attention.q_a_proj.weight[0, 0] = query_size / constant
     normed = query_size / math.sqrt((config.q_lora_rank - 1 + query_size**2) / config.q_lora_rank)
     size = sharpness / (key_size * attention.scaling * normed)
-    frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, rope, 2) / rope)
+    frequencies = _ROPE_THETA ** -(torch.arange(0, rope, 2) / rope)
     queries = attention.q_b_proj.weight.view(config.num_attention_heads, nope + rope, -1)
     queries[:, :nope] *= 0.1
     queries[:, nope:] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +52,7 @@ class Runner:
         return self.greedy_batch({"only": prompt}, max_tokens, chunk)["only"]
 
     def greedy_batch(
-        self, prompts: dict[str, Sequence[int]], max_tokens: int, chunk: int = 512
+        self, prompts: Mapping[str, Sequence[int]], max_tokens: int, chunk: int = 512
     ) -> dict[str, list[int]]:
         """Continue several prompts at once: each step packs up to `chunk` unseen tokens of every unfinished one."""
         backend = DenseBackend(self.config)

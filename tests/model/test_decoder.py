@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.passkey import make_prompt
+from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.loader import load_weights
@@ -158,7 +160,15 @@ def test_long_steps_do_not_need_memory_for_every_expert(tmp_path: Path) -> None:
     class Local:
         """Every token attends to itself only, so that the decoder's own memory is what counts."""
 
-        def attend(self, layer: int, q_nope: torch.Tensor, *, ckv: torch.Tensor, **rest: object) -> torch.Tensor:
+        def attend(
+            self,
+            layer: int,
+            q_nope: torch.Tensor,
+            q_rope: torch.Tensor,
+            ckv: torch.Tensor,
+            k_rope: torch.Tensor,
+            indexer: IndexerQuery | None,
+        ) -> torch.Tensor:
             return ckv[:, None].expand(-1, q_nope.shape[1], -1).contiguous()
 
     tokens = torch.arange(8192) % config.vocab_size
@@ -166,9 +176,10 @@ def test_long_steps_do_not_need_memory_for_every_expert(tmp_path: Path) -> None:
     assert largest < 64 * 2**20
 
 
-def _largest_allocation(work: Any) -> int:
+def _largest_allocation(work: Callable[[], object]) -> int:
+    """Most bytes that any single operator of `work` allocated."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    return max(event.cpu_memory_usage for event in profiler.events())
+    return max(int(event.cpu_memory_usage) for event in profiler.events())
