@@ -50,7 +50,7 @@ class Oracle:
         if path.is_file():
             return OracleResult(**json.loads(path.read_text(encoding="utf-8")))
         result = self._generate(list(prompt_ids), max_tokens, eos)
-        self._cache.mkdir(exist_ok=True)
+        self._cache.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self._cache, delete=False, encoding="utf-8") as file:
             json.dump(asdict(result), file)
         os.replace(file.name, path)

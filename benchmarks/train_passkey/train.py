@@ -26,10 +26,13 @@ _DENSE = 1 << 20
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of training: how long, on what text, at which learning rate, and which weights."""
+    """One stretch of training: how long, on what text, at which learning rate, and which weights.
+
+    Its length is a number of steps, not of minutes, so that a busy machine trains the same model.
+    """
 
     name: str
-    minutes: float
+    steps: int
     batch: int
     length: int
     needles: int
@@ -37,31 +40,31 @@ class Stage:
     rate: float
     trains_indexer: bool = False
 
-    def scaled(self, pace: float) -> Stage:
-        """The same stage with `pace` times the minutes."""
-        return replace(self, minutes=self.minutes * pace)
+    def shortened(self, steps: int | None) -> Stage:
+        """The same stage with at most `steps` steps."""
+        return self if steps is None else replace(self, steps=min(self.steps, steps))
 
 
 RECIPE = (
-    Stage("copy", 8.0, batch=16, length=112, needles=3, span=112, rate=1.2e-3),
-    Stage("select", 3.0, batch=8, length=256, needles=6, span=4096, rate=1.2e-3),
-    Stage("reach", 1.5, batch=4, length=768, needles=8, span=32768, rate=6e-4),
-    Stage("index", 4.0, batch=2, length=768, needles=8, span=32768, rate=2e-3, trains_indexer=True),
+    Stage("copy", 900, batch=16, length=112, needles=3, span=112, rate=1.2e-3),
+    Stage("select", 300, batch=8, length=256, needles=6, span=4096, rate=1.2e-3),
+    Stage("reach", 100, batch=4, length=768, needles=8, span=32768, rate=6e-4),
+    Stage("index", 250, batch=2, length=768, needles=8, span=32768, rate=2e-3, trains_indexer=True),
 )
 """Dense attention on ever longer text, then the indexer alone on the finished model's attention."""
 
 
-def train_stage(model: GlmMoeDsaForCausalLM, data: PasskeyData, stage: Stage, max_steps: int | None) -> float:
-    """Run one stage, at most `max_steps` steps; returns the smoothed loss at its end."""
+def train_stage(model: GlmMoeDsaForCausalLM, data: PasskeyData, stage: Stage) -> float:
+    """Run one stage; returns the smoothed loss at its end."""
     parameters = [
         parameter for name, parameter in model.named_parameters() if (".indexer." in name) == stage.trains_indexer
     ]
     model.set_attn_implementation("eager" if stage.trains_indexer else "sdpa")
     set_topk(model, _DENSE)
     optimiser = torch.optim.AdamW(parameters, lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    started, step, smooth = time.monotonic(), 0, math.nan
-    while (elapsed := (time.monotonic() - started) / 60) < stage.minutes and step != max_steps:
-        rate = stage.rate * min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * elapsed / stage.minutes)))
+    started, smooth = time.monotonic(), math.nan
+    for step in range(stage.steps):
+        rate = stage.rate * min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / stage.steps)))
         for group in optimiser.param_groups:
             group["lr"] = rate
         tokens, weights = data.batch(stage.batch, stage.length, stage.needles)
@@ -72,10 +75,9 @@ def train_stage(model: GlmMoeDsaForCausalLM, data: PasskeyData, stage: Stage, ma
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
-        step += 1
-        if step % 50 == 0:
-            print(f"{stage.name}: step {step}, {elapsed:.1f} min, loss {smooth:.4f}", flush=True)
-    print(f"{stage.name}: {step} steps, loss {smooth:.4f}", flush=True)
+        if (step + 1) % 50 == 0 or step + 1 == stage.steps:
+            minutes = (time.monotonic() - started) / 60
+            print(f"{stage.name}: {step + 1} / {stage.steps} steps, {minutes:.1f} min, loss {smooth:.4f}", flush=True)
     return smooth
 
 
@@ -114,7 +116,6 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="directory for the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="at most this many steps per stage (a quick check)")
-    parser.add_argument("--pace", type=float, default=1.0, help="multiplies every stage's minutes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_dir(MODEL_DIR)
@@ -123,7 +124,7 @@ def main() -> None:
     model = new_model(tokenizer.vocab_size, arguments.seed)
     data = PasskeyData(tokenizer, arguments.seed + 1)
     for stage in RECIPE:
-        train_stage(model, data, stage.scaled(arguments.pace), arguments.steps)
+        train_stage(model, data, stage.shortened(arguments.steps))
     for length in (128, 512, 1024):
         print(f"exact answers at {length} tokens: {accuracy(model, tokenizer, length):.0%}", flush=True)
     model.save_pretrained(arguments.out)

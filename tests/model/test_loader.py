@@ -160,3 +160,19 @@ def test_shared_layers_and_prediction_layers_are_not_read(tmp_path: Path) -> Non
     shape = replace(ModelConfig.from_dir(tmp_path), index_owners=(0, 0, 2, 2))
     weights = load_weights(tmp_path, shape, torch.float32)
     assert [layer.attention.indexer is not None for layer in weights.layers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_checkpoints_saved_by_transformers_load(tmp_path: Path, model_type: str) -> None:
+    """Their saver writes fields of its own and may drop those that equal the family's defaults."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**tiny_config(model_type), "index_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3}
+    config = AutoConfig.for_model(**{**fields, "dtype": torch.float32})
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = [7, 3, 9, 11]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(Runner(tmp_path).logits(prompt), expected, atol=1e-4, rtol=0)
