@@ -37,15 +37,13 @@ class DeviceRoot:
             raise
         hostcann.sweep(str(path))
 
-    def close(self) -> list[str]:
-        """Removes the folder. Returns the files which killed processes had left in it, relative to the root."""
-        left = sorted(str(item.relative_to(self.path)) for item in self.path.rglob("*") if item.name != _OWNER)
+    def close(self) -> None:
+        """Removes the folder with what killed processes have left in it. No child may be running."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         if self.path.parent == default_parent():
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()  # works only when it is empty
-        return left
 
 
 def sweep_dead(parent: Path) -> list[Path]:

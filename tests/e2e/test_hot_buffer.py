@@ -31,7 +31,7 @@ def test_misses_are_fetched_from_host_memory(checkpoints: dict[str, Path], oracl
         assert counters["bytes_host_to_device"] == counters["hot_misses"] * ROW_BYTES
         device = cluster.worker(DECODE).info.device_id
         counted = next(c for c in cluster.counters() if c.device == device)
-        assert counted.host_to_device_bytes >= counters["bytes_host_to_device"]
+        assert counted.copied_bytes["h2d"] >= counters["bytes_host_to_device"]
 
 
 def test_zeroed_host_rows_change_the_answer(checkpoints: dict[str, Path], oracles: dict[str, Oracle]) -> None:
