@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 from decode_node.commands import Join, RankEndpoint
 from engine.tp_channel import ChannelError, TpFollower, TpLeader
 
 POLL_S = 0.01
+
+
+def free_url(host: str) -> str:
+    """A TCP URL on `host` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def call_followers(channel: TpLeader, join: Join, timeout_s: float) -> None:

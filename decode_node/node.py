@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from sluice.v1 import registry_pb2
 from transfer.host_pool import HostPool
-from transfer.hostcann.runtime import DeviceOutOfMemory
 from transfer.memfabric import MemFabricEngine
 
 from decode_node.backend import DecodeBackend
@@ -25,11 +23,11 @@ from engine.device import Device
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.loader import load_weights
-from engine.model.parallel import TensorParallelGroup
+from engine.model.parallel import SingleRank, TensorParallel, TensorParallelGroup
 from engine.model.shard import Shard
 from engine.ops import set_device, set_num_threads
+from transfer.hostcann.runtime import DeviceOutOfMemory
 
-log = logging.getLogger(__name__)
 SCRATCH_BYTES = 4096  # of each rank, behind the host pool's blocks: where its puller reads generation words to
 
 
@@ -80,7 +78,8 @@ def build_node(
     torch.set_num_threads(config.decode.threads)
     set_num_threads(config.decode.threads)
     set_device(setup.info.device_id)
-    decoder = _load_decoder(setup, progress, resources)
+    group = _join_group(setup, progress, resources)
+    decoder = _load_decoder(setup, group, progress)
 
     progress("allocating KV memory")
     device = Device(setup.info.device_id)
@@ -94,11 +93,12 @@ def build_node(
     )
     resources.callback(engine.close)
     pool = HostPool.create(
-        place.tp_rank,
-        setup.ranks,
-        geometry.host_pool_bytes + setup.ranks * SCRATCH_BYTES,
-        host_pool_url,
-        setup.info.device_id,
+        rank=place.tp_rank,
+        world_size=setup.ranks,
+        nbytes=geometry.host_pool_bytes + setup.ranks * SCRATCH_BYTES,
+        store_url=host_pool_url,
+        device_id=setup.info.device_id,
+        broadcast=lambda value: _from_rank_zero(group, value),
     )
     resources.callback(pool.close)
     try:
@@ -111,6 +111,7 @@ def build_node(
         ) from error
     for keys in memory.index_keys.values():
         engine.register(keys.data_ptr(), keys.nbytes)
+    engine.register(pool.address, pool.nbytes)
 
     tables = RowTables(geometry)
     backend = DecodeBackend(model, memory, tables, writes_host=place.tp_rank == 0)
@@ -138,20 +139,28 @@ def build_node(
     return Node(rank, backend, memory, tables, puller, endpoint, device.allocated_bytes)
 
 
-def _load_decoder(setup: NodeSetup, progress: Callable[[str], None], resources: ExitStack) -> DsaDecoder:
-    config, model = setup.config, setup.model
-    dtype = DTYPES[config.model.dtype]
+def _join_group(setup: NodeSetup, progress: Callable[[str], None], resources: ExitStack) -> TensorParallel:
+    if setup.ranks == 1:
+        return SingleRank()
+    progress("joining the other TP ranks")
     shard = Shard(setup.place.tp_rank, setup.ranks)
-    group = None
-    if setup.ranks > 1:
-        progress("joining the other TP ranks")
-        group = TensorParallelGroup(shard, setup.rendezvous, timeout_s=config.runtime.collective_timeout_s)
-        resources.callback(group.close)
+    group = TensorParallelGroup(shard, setup.rendezvous, timeout_s=setup.config.runtime.collective_timeout_s)
+    resources.callback(group.close)
+    return group
+
+
+def _from_rank_zero(group: TensorParallel, value: int) -> int:
+    """Rank 0's value, on every rank: the sum of it and the others' zeros."""
+    return int(group.all_reduce(torch.tensor([value if group.shard.rank == 0 else 0])))
+
+
+def _load_decoder(setup: NodeSetup, group: TensorParallel, progress: Callable[[str], None]) -> DsaDecoder:
+    dtype = DTYPES[setup.config.model.dtype]
     weights = load_weights(
-        config.model.path,
-        model,
+        setup.config.model.path,
+        setup.model,
         dtype,
-        shard,
+        group.shard,
         progress=lambda done, total: progress(f"loading weights: {done} of {total} layers"),
     )
-    return DsaDecoder(model, weights, group, dtype)
+    return DsaDecoder(setup.model, weights, group, dtype)

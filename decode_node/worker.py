@@ -17,7 +17,7 @@ from decode_node.commands import Join, RankEndpoint, Report
 from decode_node.faults import HostRowEraser
 from decode_node.follower import FollowerLoop
 from decode_node.inbox import Inbox
-from decode_node.joining import await_join, call_followers, gather_endpoints
+from decode_node.joining import await_join, call_followers, free_url, gather_endpoints
 from decode_node.leader import LeaderLoop
 from decode_node.node import Node, NodeSetup, build_node
 from decode_node.scheduler import Scheduler, SchedulerLimits, kv_manager
@@ -117,7 +117,7 @@ class DecodeWorker:
         channel = TpLeader(setup.config.runtime.run_dir or ".", setup.place.replica_name, setup.ranks)
         resources.callback(channel.close)
         self._say("waiting for the other TP ranks")
-        join = Join(host_pool_url="")
+        join = Join(free_url(setup.config.runtime.host))
         call_followers(channel, join, startup_s)
         inbox = Inbox()
         node = build_node(setup, join.host_pool_url, inbox.own_report, self._say, resources)
