@@ -43,6 +43,10 @@ class ReadEngine(Protocol):
         """False while a read given up at its deadline may still write into local memory."""
         ...
 
+    def forget(self, session_id: str) -> None:
+        """The next read of this session opens a new link; one that missed a deadline refuses all reads until then."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PullCounters:
@@ -78,6 +82,7 @@ class Source:
 
     map: SourceMap
     scratch: int  # address of a word that only reads from this source write
+    suspect: bool = True  # the engine's link to it may be unusable: it is a new peer, or its last read failed
     lost: str | None = None  # why nothing more is to be read from it
 
 
@@ -202,13 +207,7 @@ class BatchReader:
             return "the lease ended before the read could begin"
         what = f"reading {sum(copies.sizes)} bytes of layer {batch.layer} from {source.map.name}"
         try:
-            stats = self._engine.read(
-                source.map.session_id,
-                copies.local,
-                copies.remote,
-                copies.sizes,
-                deadline_s=min(self._read_timeout_s, left),
-            )
+            stats = self._read(source, copies, min(self._read_timeout_s, left))
             generation = self._read_word(source, batch.slot, self._read_timeout_s)
         except Exception as error:  # whatever the engine raises costs this batch, not the thread
             return f"{what} failed: {error}"
@@ -222,9 +221,18 @@ class BatchReader:
         return None
 
     def _read_word(self, source: Source, slot: int, timeout_s: float) -> int:
-        address = source.map.generation_word(slot)
-        self._engine.read(source.map.session_id, [source.scratch], [address], [WORD_BYTES], deadline_s=timeout_s)
+        word = Descriptors([source.scratch], [source.map.generation_word(slot)], [WORD_BYTES])
+        self._read(source, word, timeout_s)
         return ctypes.c_uint64.from_address(source.scratch).value
+
+    def _read(self, source: Source, copies: Descriptors, timeout_s: float) -> ReadStats:
+        session = source.map.session_id
+        if source.suspect and self._engine.idle(session):
+            self._engine.forget(session)
+        source.suspect = True
+        stats = self._engine.read(session, copies.local, copies.remote, copies.sizes, deadline_s=timeout_s)
+        source.suspect = False
+        return stats
 
     def _release(self, source: Source, requests: Sequence[PullRequest]) -> None:
         """The batch's reads are over, or wait in quarantine for the engine."""

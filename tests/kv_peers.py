@@ -100,6 +100,7 @@ class LocalEngine:
         self.before_read: Callable[[str, Sequence[int]], None] = lambda session, sizes: None
         self.after_read: Callable[[str, Sequence[int]], None] = lambda session, sizes: None
         self.busy: set[str] = set()
+        self.forgotten: list[str] = []
 
     def read(
         self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
@@ -113,6 +114,9 @@ class LocalEngine:
 
     def idle(self, session_id: str) -> bool:
         return session_id not in self.busy
+
+    def forget(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
 
 
 @dataclass

@@ -421,8 +421,30 @@ def test_a_read_given_up_by_the_engine_keeps_its_quarantine_until_it_is_over(nod
     node.puller.release("r")
     with pytest.raises(queue.Empty):
         node.events.quiescent.get(timeout=0.2)
+    node.expect("s", [1], [1])
+    node.engine.before_read = lambda session, sizes: None
+    node.engine.forgotten.clear()
+    assert prefill.publish(1, [entry("s", [1])]) == {}
+    assert node.engine.forgotten == []  # while the old read hangs, the link is not opened again
     node.engine.busy.clear()
     assert node.events.quiescent.get(timeout=5) == "r"
+
+
+def test_the_link_is_opened_again_after_a_failed_read(node: Node) -> None:
+    node.expect("r", [0], [0])
+    node.expect("s", [1], [1])
+    prefill = node.prefill()
+    assert node.engine.forgotten == ["session-0"]  # a new peer may have an address an old one had
+
+    def fail(session: str, sizes: Sequence[int]) -> None:
+        raise RuntimeError("an earlier read missed its deadline")
+
+    node.engine.before_read = fail
+    assert prefill.publish(1, [entry("r", [0])])["r"]
+    node.engine.before_read = lambda session, sizes: None
+    assert prefill.publish(1, [entry("s", [1])]) == {}
+    assert prefill.publish(0, [entry("s", [1], indexer=[1])]) == {}
+    assert node.engine.forgotten == ["session-0"] * 2
 
 
 def test_releasing_an_unknown_request_is_quiescent_at_once(node: Node) -> None:
