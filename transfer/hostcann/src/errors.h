@@ -1,0 +1,22 @@
+/* The error codes of the Ascend APIs that hostcann returns. */
+#ifndef HOSTCANN_ERRORS_H
+#define HOSTCANN_ERRORS_H
+
+enum hc_acl_error {
+    ACL_OK = 0,
+    ACL_ERROR_BAD_PARAM = 107000,     /* ACL_ERROR_RT_PARAM_INVALID */
+    ACL_ERROR_BAD_DEVICE = 107001,    /* ACL_ERROR_RT_INVALID_DEVICEID */
+    ACL_ERROR_UNSUPPORTED = 207000,   /* ACL_ERROR_RT_FEATURE_NOT_SUPPORT */
+    ACL_ERROR_OUT_OF_MEMORY = 207001, /* ACL_ERROR_RT_MEMORY_ALLOCATION */
+    ACL_ERROR_INTERNAL = 507899,      /* ACL_ERROR_RT_DRV_INTERNAL_ERROR */
+};
+
+enum hc_drv_error {
+    DRV_OK = 0,
+    DRV_ERROR_NO_DEVICE = 1,
+    DRV_ERROR_INVALID_VALUE = 3,
+    DRV_ERROR_OUT_OF_MEMORY = 6,
+    DRV_ERROR_INNER = 7,
+};
+
+#endif
