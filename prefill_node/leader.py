@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sluice.v1 import worker_pb2
 from transfer.mem_pool import PoolError
 
+from engine.kv_cache import Usage
 from engine.sampling import Sampled, SampleRow, SamplingError, sample
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import ChannelError, TpLeader
@@ -48,6 +49,13 @@ class LeaderCounters(NamedTuple):
     tokens: int = 0  # prompt tokens computed
     steps: int = 0
     step_seconds: float = 0.0
+
+
+class Snapshot(NamedTuple):
+    running: int
+    waiting: int
+    usage: Mapping[str, Usage]
+    counters: LeaderCounters
 
 
 @dataclass
@@ -86,7 +94,7 @@ class PrefillLeader:
         self._attempts = itertools.count(1)
         self._done_ranks: dict[int, StepDone] = {}
         self._stopping = threading.Event()
-        self.counters = LeaderCounters()  # replaced, never changed: any thread may read it
+        self._counters = LeaderCounters()  # replaced, never changed: any thread may read it
 
     def submit(
         self,
@@ -94,13 +102,20 @@ class PrefillLeader:
         params: SamplingParams,
         destination: worker_pb2.Destination,
         reply: Callable[[Outcome], None],
-    ) -> None:
-        """Takes a request in; `reply` is called once, on the engine thread."""
-        self._inbox.put(lambda: self._submit(job, params, destination, reply))
+    ) -> int:
+        """Takes a request in; `reply` is called once, on the engine thread. Returns the attempt, for `cancel`."""
+        command = OpenRoute(job.request_id, next(self._attempts), destination)
+        self._inbox.put(lambda: self._submit(command, job, params, reply))
+        return command.attempt
 
-    def cancel(self, request_id: str) -> None:
-        """The caller is gone: the request ends, if it has not."""
-        self._inbox.put(lambda: self._cancel(request_id))
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """The caller is gone: the request ends, if it has not. Another one of the same id is not touched."""
+        self._inbox.put(lambda: self._cancel(request_id, attempt))
+
+    def snapshot(self) -> Snapshot:
+        """May be called by any thread; the numbers may be of two neighbouring moments."""
+        scheduler = self._scheduler
+        return Snapshot(scheduler.num_running, scheduler.num_waiting, scheduler.usage(), self._counters)
 
     def stop(self) -> None:
         """Ends `run` after the step under way."""
@@ -116,7 +131,8 @@ class PrefillLeader:
             with contextlib.suppress(ChannelError):
                 self._channel.broadcast(Stop())
             for request_id in list(self._requests):
-                self._end(request_id, PrefillFailure(FailureKind.STOPPED, "this prefill group is stopping"))
+                with contextlib.suppress(ChannelError):
+                    self._end(request_id, PrefillFailure(FailureKind.STOPPED, "this prefill group is stopping"))
 
     def run_once(self) -> None:
         """Takes in what has arrived, then runs one step; sleeps a moment if there is nothing to do."""
@@ -145,11 +161,7 @@ class PrefillLeader:
             return
 
     def _submit(
-        self,
-        job: PrefillJob,
-        params: SamplingParams,
-        destination: worker_pb2.Destination,
-        reply: Callable[[Outcome], None],
+        self, command: OpenRoute, job: PrefillJob, params: SamplingParams, reply: Callable[[Outcome], None]
     ) -> None:
         try:
             self._scheduler.submit(job)
@@ -157,15 +169,16 @@ class PrefillLeader:
             self._count(failed=1)
             reply(PrefillFailure(refused.kind, str(refused)))
             return
-        command = OpenRoute(job.request_id, next(self._attempts), destination)
         self._requests[job.request_id] = _Request(
             job, params, reply, command.attempt, time.monotonic(), unrouted=set(range(self._tp_size))
         )
         self._channel.broadcast(command)
         self._rank.open_route(command)
 
-    def _cancel(self, request_id: str) -> None:
-        self._end(request_id, PrefillFailure(FailureKind.STOPPED, f"request {request_id!r} was cancelled"))
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.attempt == attempt:
+            self._end(request_id, PrefillFailure(FailureKind.STOPPED, f"request {request_id!r} was cancelled"))
 
     def _take_report(self, rank: int, report: Any) -> None:
         match report:
@@ -273,11 +286,11 @@ class PrefillLeader:
         if request is None:
             return
         self._scheduler.cancel(request_id)
-        self._channel.broadcast(Drop((request_id,)))
         self._rank.drop((request_id,))
         self._count(prompts=isinstance(outcome, PrefillResult), failed=isinstance(outcome, PrefillFailure))
         request.reply(outcome)
+        self._channel.broadcast(Drop((request_id,)))
 
     def _count(self, **more: float) -> None:
-        now = self.counters._asdict()
-        self.counters = LeaderCounters(**{name: value + more.get(name, 0) for name, value in now.items()})
+        now = self._counters._asdict()
+        self._counters = LeaderCounters(**{name: value + more.get(name, 0) for name, value in now.items()})

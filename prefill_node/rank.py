@@ -17,8 +17,16 @@ from prefill_node.routes import Route, Routes
 from prefill_node.steps import Chunk, OpenRoute, Report, RequestErrors, RouteOpened, StepPlan
 
 
-class Forgets(Protocol):
+class RankFailed(RuntimeError):
+    """A thread this rank cannot do without has ended."""
+
+
+class Announcer(Protocol):
     """The part of `Publisher` used here."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can publish nothing any more."""
 
     def drop(self, request_id: str) -> None:
         """No more errors are reported for the request."""
@@ -42,7 +50,7 @@ class PrefillRank:
         decoder: DsaDecoder,
         backend: PrefillBackend,
         routes: Routes,
-        publisher: Forgets,
+        publisher: Announcer,
         saver: PoolSaver | None,
         errors: queue.SimpleQueue[tuple[str, str]],
         block_size: int,
@@ -81,7 +89,9 @@ class PrefillRank:
         return StepResult(logits, batch.ending, {**self._take_errors(), **self._backend.errors})
 
     def poll(self) -> list[Report]:
-        """What has happened since the last call. Never blocks."""
+        """What has happened since the last call. Never blocks. Raises RankFailed when this process cannot go on."""
+        if failure := self._publisher.failure or (self._saver and self._saver.failure):
+            raise RankFailed(failure)
         reports: list[Report] = []
         while not self._opened.empty():
             command, route = self._opened.get()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.kv_cache import KVCacheManager
+from engine.kv_cache import KVCacheManager, Usage
 from prefill_node.outcome import FailureKind
 from prefill_node.steps import Chunk, StepPlan
+
+MAIN, INDEXER = "main", "indexer"  # cache types whose blocks a chunk writes; there may be others
 
 
 class Refused(Exception):
@@ -94,6 +96,10 @@ class PrefillScheduler:
     @property
     def block_size(self) -> int:
         return self._limits.block_size
+
+    def usage(self) -> dict[str, Usage]:
+        """Blocks held and in all, by cache type."""
+        return self._cache.usage()
 
     @property
     def num_waiting(self) -> int:
@@ -210,6 +216,6 @@ class PrefillScheduler:
             start=start,
             tokens=job.prompt[start : start + tokens],
             prompt_tokens=len(job.prompt),
-            main_blocks=tuple(entry.blocks["main"]),
-            indexer_blocks=tuple(entry.blocks["indexer"]),
+            main_blocks=tuple(entry.blocks[MAIN]),
+            indexer_blocks=tuple(entry.blocks[INDEXER]),
         )

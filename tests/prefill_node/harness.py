@@ -124,10 +124,9 @@ class SlowReader:
     gate: ReuseGate
     buffers: LayerBuffers
     delay_s: float = 0.0
-    rows: dict[tuple[int, str, str], dict[int, Tensor]] = field(
-        default_factory=dict
-    )  # (layer, request, kind) -> blocks
+    rows: dict[tuple[int, str, str], dict[int, Tensor]] = field(default_factory=dict)  # by layer, request, kind
     finished: list[str] = field(default_factory=list)
+    failure: str | None = None
     calls: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     _sequences: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -193,6 +192,9 @@ class Rig:
         budget: int = 64,
         blocks: int = 48,
         pool_timeout_s: float = 5.0,
+        channel: TpLeader | None = None,
+        tp_size: int = 1,
+        max_requests: int = 8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config = config = ModelConfig.from_dir(model_dir)
@@ -227,26 +229,37 @@ class Rig:
         self.routes = Routes(self.reader)
         backend = PrefillBackend(config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver)
         self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        rank = PrefillRank(decoder, backend, self.routes, self.reader, self.saver, self.request_errors, block_size)
+        self.rank = PrefillRank(decoder, backend, self.routes, self.reader, self.saver, self.request_errors, block_size)
         spec = CacheSpec(block_size, blocks)
         self.cache = KVCacheManager({"main": spec, "indexer": spec})
-        limits = Limits(block_size, budget, max_requests=8, max_waiting=64, max_prompt_tokens=5000)
+        limits = Limits(block_size, budget, max_requests=max_requests, max_waiting=64, max_prompt_tokens=5000)
         self.leader = PrefillLeader(
             PrefillScheduler(self.cache, limits),
-            rank,
-            TpLeader("/tmp", "unused", 1),
+            self.rank,
+            channel or TpLeader("/tmp", "unused", 1),
             self.saver,
-            tp_size=1,
+            tp_size=tp_size,
             reloads=plan.has_reuse,
             step_timeout_s=5.0,
         )
         self.outcomes: dict[str, Outcome] = {}
 
-    def submit(self, request_id: str, prompt: Sequence[int], cached_tokens: int = 0) -> None:
-        job = PrefillJob(request_id, tuple(prompt), math.inf, math.inf)
-        destination = worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens)
-        params = SamplingParams(temperature=0.0)
-        self.leader.submit(job, params, destination, partial(self.outcomes.__setitem__, request_id))
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        cached_tokens: int = 0,
+        start_by: float = math.inf,
+        deadline: float = math.inf,
+        params: SamplingParams | None = None,
+    ) -> int:
+        return self.leader.submit(
+            PrefillJob(request_id, tuple(prompt), deadline, start_by),
+            params or SamplingParams(temperature=0.0),
+            worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens),
+            partial(self.outcomes.__setitem__, request_id),
+        )
 
     def run(self, *requests: str, timeout_s: float = 60.0) -> None:
         """Runs steps until these requests have ended."""

@@ -1,0 +1,167 @@
+"""Makes one prefill rank out of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sluice.v1 import registry_pb2
+from transfer.mem_pool import MemPool
+from transfer.memfabric import MemFabricEngine
+
+from engine import ops
+from engine.config import SluiceConfig
+from engine.device import Device
+from engine.model.config import ModelConfig
+from engine.model.decoder import DsaDecoder
+from engine.model.loader import load_weights
+from engine.model.parallel import TensorParallelGroup
+from engine.model.shard import Shard
+from prefill_node.backend import PrefillBackend
+from prefill_node.generation import GenerationWords
+from prefill_node.layer_buffers import LayerBuffers
+from prefill_node.link import SourceInfo
+from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_saver import PoolSaver
+from prefill_node.publisher import Publisher
+from prefill_node.rank import PrefillRank
+from prefill_node.reuse_gate import ReuseGate
+from prefill_node.routes import Routes
+from prefill_node.shape import PrefillShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """A running rank, and what its status is made from."""
+
+    rank: PrefillRank
+    device: Device
+    gate: ReuseGate
+    publisher: Publisher
+    loader: PoolLoader
+    saver: PoolSaver | None  # rank 0 only
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank is to be made of."""
+
+    config: SluiceConfig
+    model: ModelConfig
+    shape: PrefillShape
+    info: registry_pb2.WorkerInfo
+    rendezvous: str  # where the group's ranks meet, a torch.distributed URL; unused with one rank
+
+
+def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> RankParts:
+    """Loads the model, takes the device memory, opens the transfers; `stack` closes everything in reverse order.
+
+    `progress` is told what is being done, and may raise to give up. Errors of the parts pass through.
+    """
+    config, model, shape, info = plan.config, plan.model, plan.shape, plan.info
+    torch.set_num_threads(config.prefill.threads)
+    ops.set_device(info.device_id)
+    decoder = _load(plan, stack, progress)
+    progress("taking device memory")
+    device = stack.enter_context(contextlib.closing(Device(info.device_id)))
+    buffers = LayerBuffers(device, shape.plan, shape.geometry, shape.kv_blocks, decoder.dtype)
+    words = GenerationWords(buffers.generation_words)
+    progress("opening the transfer engine")
+    engine = _open_engine(plan, buffers, stack)
+    progress("opening the pool")
+    pool = _open_pool(plan, buffers, stack)
+    gate = ReuseGate(shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s)
+    errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    publisher = Publisher(
+        SourceInfo(
+            worker_id=info.worker_id,
+            epoch=info.epoch,
+            session_id=engine.session_id,
+            tp_rank=info.tp_rank,
+            tp_size=info.tp_size,
+            layout=info.layout,
+            layers=buffers.layouts(),
+            generation_address=words.address,
+        ),
+        gate,
+        words,
+        lease_s=config.transfer.lease_s,
+        handshake_timeout_s=config.transfer.handshake_timeout_s,
+        on_request_error=lambda request_id, text: errors.put((request_id, text)),
+    )
+    publisher.start()
+    stack.callback(publisher.close)
+    loader = stack.enter_context(
+        contextlib.closing(PoolLoader(pool, shape.object_layout, buffers, config.pool.timeout_s))
+    )
+    saver = None
+    if info.tp_rank == 0:
+        saver = PoolSaver(
+            pool,
+            shape.object_layout,
+            buffers,
+            gate,
+            fingerprint=info.layout.fingerprint,
+            rank=info.tp_rank,
+            timeout_s=config.pool.timeout_s,
+            lease_s=config.runtime.request_timeout_s,
+        )
+        stack.callback(saver.close)
+    routes = stack.enter_context(contextlib.closing(Routes(publisher)))
+    backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
+    rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size)
+    return RankParts(rank, device, gate, publisher, loader, saver)
+
+
+def _load(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> DsaDecoder:
+    config, shard = plan.config, Shard(plan.info.tp_rank, plan.info.tp_size)
+    group = None
+    if shard.size > 1:
+        progress("meeting the other TP ranks")
+        group = TensorParallelGroup(shard, plan.rendezvous, timeout_s=config.runtime.collective_timeout_s)
+        stack.callback(group.close)
+    dtype = DTYPES[config.model.dtype]
+    weights = load_weights(
+        config.model.path,
+        plan.model,
+        dtype,
+        shard,
+        progress=lambda layer, layers: progress(f"loading weights: layer {layer} of {layers}"),
+    )
+    return DsaDecoder(plan.model, weights, group, dtype)
+
+
+def _open_engine(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStack) -> MemFabricEngine:
+    config = plan.config
+    engine = MemFabricEngine(
+        host=config.runtime.host,
+        device_id=plan.info.device_id,
+        role="prefill",
+        protocol=config.transfer.protocol,
+        store_url=f"tcp://{config.runtime.host}:{config.transfer.store_port}",
+    )
+    stack.callback(engine.close)
+    for address, nbytes in (*buffers.regions(), buffers.generation_region()):
+        engine.register(address, nbytes)
+    return engine
+
+
+def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStack) -> MemPool:
+    config = plan.config
+    host = config.runtime.host
+    pool = MemPool(
+        meta_url=f"tcp://{host}:{config.pool.meta_port}",
+        config_store_url=f"tcp://{host}:{config.pool.config_port}",
+        device_id=plan.info.device_id,
+        dram_bytes=config.pool.dram_bytes,
+        world_size=config.prefill.groups * config.prefill.tp,
+    )
+    stack.callback(pool.close)
+    for address, nbytes in buffers.regions():
+        pool.register(address, nbytes)
+    return pool

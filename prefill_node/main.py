@@ -1,0 +1,77 @@
+"""Entry of a prefill worker process, started by the launcher as `python -m prefill_node.main`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+from engine.config import ConfigError, SluiceConfig, load_config
+from engine.config_check import check_against_model
+from engine.model.config import ModelConfig
+from engine.worker import WorkerProcess
+from prefill_node.assembly import RankPlan
+from prefill_node.identity import Place, worker_info
+from prefill_node.shape import prefill_shape
+from prefill_node.worker import PrefillWorker
+
+STOP_TIMEOUT_S = 8.0  # for the step under way and the closing of the transfers
+
+
+def main() -> int:
+    """Runs until SIGTERM; exit status 0, or 1 with the reason on stderr."""
+    parser = argparse.ArgumentParser(prog="prefill_node", description=__doc__)
+    parser.add_argument("--config", required=True, help="resolved sluice.yaml of the run")
+    parser.add_argument("--group", type=int, required=True)
+    parser.add_argument("--tp-rank", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True, help="torch.distributed URL where the TP ranks meet")
+    arguments = parser.parse_args()
+    place = Place(arguments.group, arguments.tp_rank)
+    try:
+        config = load_config(arguments.config)
+        logging.basicConfig(
+            level=config.runtime.log_level.upper(),
+            format=f"%(asctime)s {place.worker_id} %(levelname)s %(name)s: %(message)s",
+        )
+        plan = _plan(config, place, arguments.rendezvous)
+    except ValueError as error:  # every error of configuration and checkpoint is one
+        print(f"{place.worker_id}: {error}", file=sys.stderr)
+        return 1
+    return asyncio.run(_serve(plan))
+
+
+def _plan(config: SluiceConfig, place: Place, rendezvous: str) -> RankPlan:
+    if config.runtime.run_dir is None:
+        raise ConfigError("runtime.run_dir must be set for a worker process; `sluice up` chooses one")
+    groups, ranks = config.prefill.groups, config.prefill.tp
+    if not (0 <= place.group < groups and 0 <= place.tp_rank < ranks):
+        raise ConfigError(f"{place.worker_id} is not one of prefill.groups = {groups} of prefill.tp = {ranks} ranks")
+    model = ModelConfig.from_dir(config.model.path)
+    check_against_model(config, model)
+    shape = prefill_shape(config, model)
+    return RankPlan(config, model, shape, worker_info(config, model, shape, place), rendezvous)
+
+
+async def _serve(plan: RankPlan) -> int:
+    worker = PrefillWorker(plan)
+    process = WorkerProcess(plan.config, plan.info, worker.status)
+    await process.start(worker.add_services)
+    loop = asyncio.get_running_loop()
+    worker.start(
+        on_ready=lambda: asyncio.run_coroutine_threadsafe(process.set_ready(), loop),
+        on_failure=lambda reason: loop.call_soon_threadsafe(process.fail, reason),
+    )
+    code = await process.run()
+    ended = await asyncio.to_thread(worker.stop, STOP_TIMEOUT_S)
+    await process.stop()
+    if not ended:
+        logging.getLogger(__name__).error("the engine thread did not end within %.0f s", STOP_TIMEOUT_S)
+        logging.shutdown()
+        os._exit(code or 1)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

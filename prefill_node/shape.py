@@ -1,0 +1,84 @@
+"""How much a prefill group holds, from configuration and model alone; decided before anything is loaded. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import SluiceConfig
+from engine.config_check import max_model_len
+from engine.kv_cache import CacheSpec
+from engine.model.config import ModelConfig
+from prefill_node.geometry import REGION_ALIGNMENT, CapacityError, KvGeometry, choose_kv_blocks, round_up
+from prefill_node.plan import LayerBufferPlan, plan_layer_buffers
+from prefill_node.pool_layout import PoolObjectLayout
+from prefill_node.scheduler import INDEXER, MAIN
+from transfer.layout import DTYPE_BYTES
+
+POOL = "pool"  # third cache type: places in the pool
+POOL_GRANULE = 4096  # bytes the pool rounds an object up to
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    plan: LayerBufferPlan
+    geometry: KvGeometry
+    object_layout: PoolObjectLayout
+    kv_blocks: int  # of every layer buffer
+    pool_blocks: int  # blocks of all layers that the group's share of the pool holds
+    max_prompt_tokens: int  # longest prompt this group can ever take
+
+    @property
+    def main_kv_bytes(self) -> int:
+        """Main KV on the device."""
+        return self.geometry.main_bytes(self.plan.num_slots, self.kv_blocks)
+
+    @property
+    def main_kv_bytes_all_resident(self) -> int:
+        """What it would be with a buffer for every layer."""
+        return self.geometry.main_bytes(self.plan.num_layers, self.kv_blocks)
+
+    def cache_specs(self) -> dict[str, CacheSpec]:
+        """What a request must be given before it runs.
+
+        With layer reuse its blocks also need a place in the pool, from which later chunks reload them; without, saving
+        is only good for later requests, and no request waits for it.
+        """
+        block_size = self.geometry.block_size
+        specs = {MAIN: CacheSpec(block_size, self.kv_blocks), INDEXER: CacheSpec(block_size, self.kv_blocks)}
+        return specs | ({POOL: CacheSpec(block_size, self.pool_blocks)} if self.plan.has_reuse else {})
+
+
+def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
+    """Sizes one prefill group. A pool too small for the longest prompt is legal and lowers `max_prompt_tokens`.
+
+    Raises CapacityError naming the fields to change, TypeError or ValueError for illegal layer buffers.
+    """
+    section = config.prefill
+    plan = plan_layer_buffers(model.num_hidden_layers, section.independent_layers, section.shared_buffers)
+    geometry = KvGeometry(
+        block_size=config.kv.block_size,
+        kv_lora_rank=model.kv_lora_rank,
+        rope_dim=model.qk_rope_head_dim,
+        index_dim=model.index_head_dim,
+        element_bytes=DTYPE_BYTES[config.model.dtype],
+        indexer_layers=frozenset(model.indexer_layers),
+    )
+    tokens = max_model_len(config, model)
+    kv_blocks = choose_kv_blocks(
+        plan,
+        geometry,
+        free_bytes=config.hostcann.hbm_bytes - REGION_ALIGNMENT,  # one page holds the generation words
+        max_model_len=tokens,
+        max_requests=section.max_requests,
+        configured=section.kv_blocks,
+    )
+    object_layout = PoolObjectLayout(geometry, model.num_hidden_layers)
+    stored = round_up(object_layout.object_bytes, POOL_GRANULE)
+    pool_blocks = section.tp * config.pool.dram_bytes // stored
+    if plan.has_reuse and not pool_blocks:
+        raise CapacityError(
+            f"pool.dram_bytes = {config.pool.dram_bytes} cannot hold one block of all {model.num_hidden_layers} layers "
+            f"({stored} bytes), from which reused layer buffers are reloaded"
+        )
+    prompt = min(tokens, pool_blocks * geometry.block_size) if plan.has_reuse else tokens
+    return PrefillShape(plan, geometry, object_layout, kv_blocks, pool_blocks, prompt)

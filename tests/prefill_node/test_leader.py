@@ -1,0 +1,302 @@
+"""A request ends exactly once, for a reason its caller is told, and takes no other request down with it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+from sluice.v1 import worker_pb2
+
+from engine.sampling_params import SamplingParams
+from engine.tp_channel import TpFollower, TpLeader
+from prefill_node.follower import follow
+from prefill_node.leader import RankLost
+from prefill_node.link import TransferRefused
+from prefill_node.outcome import FailureKind, PrefillResult
+from prefill_node.rank import RankFailed
+from prefill_node.scheduler import PrefillJob
+from prefill_node.steps import RouteOpened, Stop
+
+
+def prompt(tokens: int) -> list[int]:
+    return torch.randint(2, 320, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+
+
+def assert_nothing_held(rig):
+    rig.settle()
+    assert rig.used_blocks() == 0
+    assert rig.pool.objects == {}
+    assert len(rig.routes) == 0
+    snapshot = rig.leader.snapshot()
+    assert (snapshot.running, snapshot.waiting) == (0, 0)
+
+
+def test_a_prompt_ends_with_its_first_token_and_its_times(make_rig):
+    rig = make_rig(budget=32)
+    rig.submit("a", prompt(70))
+    rig.run("a")
+    outcome = rig.outcomes["a"]
+    assert isinstance(outcome, PrefillResult)
+    assert outcome.queue_seconds >= 0 < outcome.compute_seconds
+    counters = rig.leader.snapshot().counters
+    assert (counters.prompts, counters.failed, counters.tokens, counters.steps) == (1, 0, 70, 3)
+    assert_nothing_held(rig)
+
+
+def test_cancel_between_chunks_frees_everything(make_rig):
+    rig = make_rig(budget=32)
+    attempt = rig.submit("a", prompt(100))
+    while not rig.leader.snapshot().running:
+        rig.leader.run_once()
+    rig.leader.cancel("a", attempt)
+    rig.run("a")
+    assert rig.outcomes["a"].kind is FailureKind.STOPPED
+    assert "a" not in rig.reader.finished
+    assert_nothing_held(rig)
+
+
+def test_cancelling_an_ended_request_leaves_its_successor_alone(make_rig):
+    rig = make_rig()
+    first = rig.submit("a", prompt(5))
+    rig.run("a")
+    rig.settle()
+    rig.reader.rows.clear()
+    del rig.outcomes["a"]
+    rig.submit("a", prompt(5))
+    rig.leader.cancel("a", first)
+    rig.run("a")
+    assert isinstance(rig.outcomes["a"], PrefillResult)
+
+
+def test_a_refused_destination_fails_its_request_only(make_rig):
+    rig = make_rig()
+    connect = rig.reader.connect
+
+    def refuse(destination):
+        if destination.request_id == "refused":
+            raise TransferRefused("layouts differ: block_size 16 and 32")
+        return connect(destination)
+
+    rig.reader.connect = refuse
+    rig.submit("refused", prompt(5))
+    rig.submit("b", prompt(5))
+    rig.run("refused", "b")
+    assert rig.outcomes["refused"].kind is FailureKind.LOST
+    assert "block_size 16 and 32" in rig.outcomes["refused"].text
+    assert isinstance(rig.outcomes["b"], PrefillResult)
+    assert_nothing_held(rig)
+
+
+def test_a_destination_lost_in_a_step_fails_its_request_only(make_rig):
+    rig = make_rig(budget=64)
+    publish = rig.reader.publish
+
+    def lose(layer, slot, endpoint, entries, finished=()):
+        for entry in entries:
+            if layer == 2 and entry.request_id == "lost":
+                rig.request_errors.put(("lost", "connection to decode-0 is lost"))
+        return publish(layer, slot, endpoint, entries, finished)
+
+    rig.reader.publish = lose
+    rig.submit("lost", prompt(100))
+    rig.submit("b", prompt(20))
+    rig.run("lost", "b")
+    assert rig.outcomes["lost"].kind is FailureKind.LOST
+    assert "request 'lost': connection to decode-0 is lost" in rig.outcomes["lost"].text
+    assert isinstance(rig.outcomes["b"], PrefillResult)
+    assert_nothing_held(rig)
+
+
+@pytest.mark.parametrize("call", ["alloc", "save", "finish", "lease", "load"])
+def test_pool_errors_fail_only_requests_that_reload_rows(make_rig, call):
+    rig = make_rig(budget=32, shared=1)
+    rig.pool.fail.add(call)
+    rig.submit("one chunk", prompt(10))
+    rig.run("one chunk")
+    rig.submit("many chunks", prompt(100))
+    rig.run("many chunks")
+    assert isinstance(rig.outcomes["one chunk"], PrefillResult)
+    assert rig.outcomes["many chunks"].kind is FailureKind.LOST
+    assert f"{call} fails on demand" in rig.outcomes["many chunks"].text
+    assert "many chunks" not in rig.reader.finished
+    assert_nothing_held(rig)
+
+
+def test_without_layer_reuse_no_request_depends_on_the_pool(make_rig):
+    rig = make_rig(budget=32, shared=3)
+    rig.pool.fail.update(("alloc", "load"))
+    rig.submit("a", prompt(100))
+    rig.run("a")
+    assert isinstance(rig.outcomes["a"], PrefillResult)
+    assert rig.saver.counters().failed_requests == 1
+
+
+def test_one_lost_object_fails_one_request(make_rig):
+    rig = make_rig(budget=64, shared=1)
+    rig.pool.fail.add("lease model@a@1@0")
+    rig.submit("a", prompt(100))
+    rig.submit("b", prompt(90))
+    rig.run("a", "b")
+    assert "model@a@1@0" in rig.outcomes["a"].text
+    assert isinstance(rig.outcomes["b"], PrefillResult)
+    assert_nothing_held(rig)
+
+
+def test_logits_that_are_no_numbers_fail_their_request_only(make_rig):
+    rig = make_rig()
+    forward = rig.rank._decoder.forward
+
+    def damage(*args, **kwargs):
+        logits = forward(*args, **kwargs)
+        logits[0] = float("nan")
+        return logits
+
+    rig.rank._decoder.forward = damage
+    together = threading.Barrier(2)  # so that both run in the first step
+    connect = rig.reader.connect
+    rig.reader.connect = lambda destination: (together.wait(5), connect(destination))[1]
+    rig.submit("a", prompt(5))
+    rig.submit("b", prompt(6))
+    rig.leader._take_inbox()
+    deadline = time.monotonic() + 5
+    while rig.rank._opened.qsize() < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    rig.run("a", "b")
+    assert rig.leader.snapshot().counters.steps == 1
+    kinds = [getattr(rig.outcomes[name], "kind", None) for name in "ab"]
+    assert kinds == [FailureKind.MODEL, None]
+    assert_nothing_held(rig)
+
+
+def test_sampling_follows_the_requests_parameters(make_rig):
+    rig = make_rig()
+    params = SamplingParams(temperature=1.0, seed=5, logprobs=3)
+    rig.submit("a", prompt(9), params=params)
+    rig.run("a")
+    rig.submit("b", prompt(9), params=params)
+    rig.run("b")
+    first, second = rig.outcomes["a"].first_token, rig.outcomes["b"].first_token
+    assert first == second
+    assert first.logprob is not None
+    assert len(first.top_logprobs) == 3
+
+
+def test_a_request_whose_destination_lapses_ends(make_rig):
+    rig = make_rig()
+    rig.submit("a", prompt(5), start_by=time.monotonic() - 1)
+    rig.run("a")
+    assert rig.outcomes["a"].kind is FailureKind.EXPIRED
+    assert_nothing_held(rig)
+
+
+def test_an_id_in_use_is_refused(make_rig):
+    rig = make_rig(budget=16)
+    refusals = []
+    rig.submit("a", prompt(60))
+    again = PrefillJob("a", (1, 2), math.inf, math.inf)
+    rig.leader.submit(again, SamplingParams(temperature=0.0), worker_pb2.Destination(), refusals.append)
+    rig.run("a")
+    assert [refusal.kind for refusal in refusals] == [FailureKind.DUPLICATE]
+    assert isinstance(rig.outcomes["a"], PrefillResult)
+
+
+def test_stop_answers_every_request(make_rig):
+    rig = make_rig(budget=16, max_requests=1)
+    rig.submit("running", prompt(300))
+    rig.submit("waiting", prompt(300))
+    engine = threading.Thread(target=rig.leader.run)
+    engine.start()
+    while rig.leader.snapshot().counters.steps < 2:
+        time.sleep(0.001)
+    rig.leader.stop()
+    engine.join(10)
+    assert not engine.is_alive()
+    assert [rig.outcomes[name].kind for name in ("running", "waiting")] == [FailureKind.STOPPED] * 2
+    assert_nothing_held(rig)
+
+
+def test_a_dead_publisher_ends_the_process(make_rig):
+    rig = make_rig()
+    rig.reader.failure = "publisher failed"
+    with pytest.raises(RankFailed, match="publisher failed"):
+        rig.leader.run_once()
+
+
+class Group:
+    """Two ranks that hold the whole model each: the protocol between them is real, the sums are not needed."""
+
+    def __init__(self, make_rig, run_dir):
+        self.channel = TpLeader(run_dir, "group", 2)
+        self.rig = make_rig(channel=self.channel, tp_size=2, budget=32)
+        self.other = make_rig(budget=32)
+        self.other.rank._saver = self.other.rank._backend._saver = None
+        self.other.pool.load = self.rig.pool.load
+        self.follower = TpFollower(run_dir, "group", 1)
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=follow, args=(self.other.rank, self.follower, self.stopping))
+        self.thread.start()
+        self.channel.wait_ready(5)
+
+    def close(self):
+        self.stopping.set()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.follower.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def group(make_rig, tmp_path):
+    group = Group(make_rig, tmp_path)
+    yield group
+    group.close()
+
+
+def test_followers_compute_and_publish_what_the_leader_plans(group):
+    group.rig.submit("a", prompt(100))
+    group.rig.submit("b", prompt(7))
+    group.rig.run("a", "b")
+    assert all(isinstance(group.rig.outcomes[name], PrefillResult) for name in "ab")
+    group.rig.settle()
+    group.other.settle()
+    assert group.rig.reader.finished == group.other.reader.finished
+    for layer in range(4):
+        ours, theirs = (rig.reader.pulled(layer, "a", "ckv", 100) for rig in (group.rig, group.other))
+        assert torch.equal(ours, theirs)
+
+
+def test_a_followers_lost_destination_fails_the_request(group):
+    group.other.request_errors.put(("a", "rank 1 lost decode-0"))
+    group.rig.submit("a", prompt(100))
+    group.rig.submit("b", prompt(50))
+    group.rig.run("a", "b")
+    assert "rank 1 lost decode-0" in group.rig.outcomes["a"].text
+    assert isinstance(group.rig.outcomes["b"], PrefillResult)
+
+
+def test_followers_end_with_the_leader(group):
+    group.channel.broadcast(Stop())
+    group.thread.join(5)
+    assert not group.thread.is_alive()
+
+
+def test_a_silent_follower_ends_the_process(make_rig, tmp_path):
+    channel = TpLeader(tmp_path, "group", 2)
+    rig = make_rig(channel=channel, tp_size=2)
+    rig.leader._step_timeout_s = 0.2
+    follower = TpFollower(tmp_path, "group", 1)
+    follower.ready()
+    channel.wait_ready(5)
+    rig.submit("a", prompt(5))
+    command = None
+    while command is None:
+        rig.leader.run_once()
+        command = follower.next_command(0.01)
+    follower.report(RouteOpened("a", command.attempt))
+    with pytest.raises(RankLost, match=r"TP ranks \[1\] did not finish step 1"):
+        rig.run("a")
+    follower.close()
+    channel.close()
