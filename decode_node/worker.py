@@ -27,7 +27,7 @@ from engine.tp_channel import TpFollower, TpLeader
 from engine.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
-STOP_S = 3.0  # how long the engine thread gets to end its turn
+STOP_S = 5.0  # how long the engine thread gets to end its turn and to close the transfers and the host pool
 
 
 class EngineLoop(Protocol):
@@ -73,8 +73,8 @@ class DecodeWorker:
         self._stopping.set()
         if self._loop is not None:
             self._loop.stop()
-        await asyncio.to_thread(engine.join, STOP_S)
         await self._process.stop()
+        await asyncio.to_thread(engine.join, STOP_S)
         if engine.is_alive():
             log.warning("%s: the engine did not stop within %g s", self._setup.place.worker_id, STOP_S)
         return status
