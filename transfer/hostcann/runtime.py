@@ -28,7 +28,7 @@ class DeviceOutOfMemory(DeviceError):
 @cache
 def _acl() -> ctypes.CDLL:
     try:
-        acl = ctypes.CDLL("libascendcl.so")
+        acl = ctypes.CDLL("libascendcl.so", mode=ctypes.RTLD_GLOBAL)  # our operators look up hostcann's counters
     except OSError as error:
         raise DeviceError(
             f"the Ascend runtime cannot be loaded ({error}); start the process with transfer.hostcann.environment()"
