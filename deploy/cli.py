@@ -55,7 +55,8 @@ def status(
     if as_json:
         print(json.dumps(status_as_json(snapshot), indent=2))
     else:
-        Console().print(status_view(snapshot))
+        console = Console()
+        console.print(status_view(snapshot), width=None if console.is_terminal else 140)
 
 
 @app.command()

@@ -39,7 +39,7 @@ def run(tokens: int, depth: float, seed: int, overrides: list[str], console: Con
         console.rule("question")
         console.print(f"{text[5:145]} ... {text[-150:]}", markup=False, highlight=False)
         console.rule("answer")
-        request = client_pb2.GenerateRequest(text=text, sampling=common_pb2.SamplingParams(max_tokens=32))
+        request = client_pb2.GenerateRequest(text=text, sampling=common_pb2.SamplingParams(max_tokens=32, stop=["\n"]))
         last, said = stream_completion(client.generate(request), sys.stdout)
         correct = answer in said
         console.print(

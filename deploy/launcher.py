@@ -21,14 +21,14 @@ from deploy.ports import can_connect
 from deploy.progress import Progress
 from deploy.resolve import Run, resolved
 from deploy.signals import Signals, Stopped
-from deploy.supervisor import ChildDied, Supervisor, obituary
+from deploy.supervisor import ChildDied, StopPhase, Supervisor, obituary
 from engine.config import SluiceConfig
 
 _POLL_S = 0.1
 _STOP_PHASES = (
-    ((processes.META_SERVER,), 4.0),
-    (("prefill-", "decode-"), 5.0),
-    ((processes.POOL_SERVICE,), 2.0),
+    StopPhase((processes.META_SERVER,), 5.0),
+    StopPhase(("prefill-", "decode-"), 6.0),
+    StopPhase((processes.POOL_SERVICE,), 0.0),  # it only knows where objects are, and takes 4 s to end by itself
 )
 """Who is asked to stop when, and how long it may take. Their sum leaves time to kill the rest within 15 s."""
 

@@ -15,15 +15,18 @@ _REAL_DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def pool_service(run: Run) -> ChildSpec:
-    """MemCache's MetaService, which prefill workers connect to at start. It needs no driver."""
+    """MemCache's MetaService, which prefill workers connect to at start.
+
+    It needs no driver, but has one lock file per host, which the emulation moves into the run's own folder.
+    """
     host, pool = run.config.runtime.host, run.config.pool
     arguments = [
         *("--meta-url", f"tcp://{host}:{pool.meta_port}"),
         *("--config-store-url", f"tcp://{host}:{pool.config_port}"),
         *("--metrics-url", f"http://{host}:{pool.metrics_port}"),
-        *("--log-dir", str(run.log_dir)),
+        *("--log-dir", str(run.run_dir)),  # the wheel adds logs/ to it
     ]
-    return _spec(run, POOL_SERVICE, ["transfer.mem_pool_service", *arguments], {})
+    return _spec(run, POOL_SERVICE, ["transfer.mem_pool_service", *arguments], driver_environment(run))
 
 
 def meta_server(run: Run) -> ChildSpec:

@@ -62,7 +62,9 @@ def status_view(status: client_pb2.GetStatusResponse) -> RenderableType:
 
 
 def _topology(workers: Iterable[client_pb2.WorkerState]) -> Table:
-    table = Table("worker", "tp", "device", "health", "running", "waiting", "pid", "address", title="workers")
+    table = Table(title="workers")
+    for name in ("worker", "tp", "device", "health", "running", "waiting", "pid", "address"):
+        table.add_column(name, no_wrap=name in ("worker", "address"))
     for worker in sorted(workers, key=lambda w: (w.info.role, w.info.worker_id)):
         info, status = worker.info, worker.status
         health = worker.health + (f" ({status.detail})" if status.detail and worker.health != "ready" else "")

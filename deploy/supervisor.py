@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from deploy.child import Child, ChildSpec
 
@@ -12,6 +13,18 @@ _LAST_LINES = 15
 
 class ChildDied(Exception):
     """A process ended which should be running; the text says which, how, and shows the end of its log."""
+
+
+@dataclass(frozen=True)
+class StopPhase:
+    """Who is stopped together: children whose names begin with one of `prefixes`.
+
+    They get SIGTERM and `seconds` to end; with 0 seconds they are killed at once, which is for processes that hold
+    nothing worth saving and are slow to end.
+    """
+
+    prefixes: tuple[str, ...]
+    seconds: float
 
 
 class Supervisor:
@@ -45,15 +58,16 @@ class Supervisor:
         if dead:
             raise ChildDied("\n".join(obituary(child) for child in dead))
 
-    def stop(self, phases: Sequence[tuple[Sequence[str], float]]) -> list[str]:
-        """Ends children: for each phase, SIGTERM to those whose names begin with a given prefix, then up to so many
-        seconds to end; what still runs after the last phase is killed. Returns the names of those that were killed.
+    def stop(self, phases: Sequence[StopPhase]) -> list[str]:
+        """Ends all children, phase by phase; what still runs after the last one is killed.
+
+        Returns the names of those that were asked to end and did not.
         """
-        for prefixes, seconds in phases:
-            chosen = [child for child in self._children if child.spec.name.startswith(tuple(prefixes))]
+        for phase in phases:
+            chosen = [child for child in self._children if child.spec.name.startswith(phase.prefixes)]
             for child in chosen:
-                child.terminate()
-            deadline = time.monotonic() + seconds
+                child.terminate() if phase.seconds else child.kill_group()
+            deadline = time.monotonic() + phase.seconds
             for child in chosen:
                 child.wait(deadline)
         return self.kill()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from deploy.child import Child, ChildSpec
-from deploy.supervisor import ChildDied, Supervisor
+from deploy.supervisor import ChildDied, StopPhase, Supervisor
 
 
 def python(folder: Path, name: str, code: str) -> ChildSpec:
@@ -68,7 +68,7 @@ def test_stop_asks_first_and_kills_what_does_not_listen(tmp_path: Path) -> None:
         wait_for_log(child, "up")
     supervisor = Supervisor()
     supervisor._children = children
-    assert supervisor.stop([(["a-"], 0.3), (["b-"], 10.0)]) == ["a-stubborn"]
+    assert supervisor.stop([StopPhase(("a-",), 0.3), StopPhase(("b-",), 10.0)]) == ["a-stubborn"]
     assert [child.exit_code for child in children] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
