@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _IDLE_POLL_S = 1.0
 _QUARANTINE_POLL_S = 0.05
 _JOIN_S = 5.0
+_OPEN_SHARE = 0.8  # of the hand-shake's deadline, so that prefill hears why it failed before it gives up
 
 
 @dataclass(eq=False, slots=True)
@@ -297,7 +298,7 @@ class Puller:
     # Below: a source's thread.
 
     def _pull(self, peer: _Peer) -> None:
-        error = self._reader.open(peer.source, self._handshake_timeout_s)
+        error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
         self._reply(peer, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
         while (item := peer.batches.get()) is not None:
             batch, received_at = item

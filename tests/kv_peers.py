@@ -41,16 +41,21 @@ LAYOUT = small_layout()
 
 
 class Memory:
-    """Every layer's tensors as plain buffers (no sharing of slots, so that a test can compare afterwards)."""
+    """Every layer's tensors as plain buffers (no sharing of slots, so that a test can compare afterwards).
 
-    def __init__(self, num_blocks: int, seed: int | None = None) -> None:
+    The content follows from `seed`; zeros without one. `allocate` returns the address of that many bytes.
+    """
+
+    def __init__(self, num_blocks: int, seed: int | None = None, allocate: Callable[[int], int] | None = None) -> None:
         self.num_blocks = num_blocks
         self.buffers: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
         for layer in range(LAYOUT.num_layers):
             for kind in kinds_of(LAYOUT, layer):
                 size = num_blocks * block_bytes(LAYOUT, kind)
                 content = random.Random(f"{seed}/{layer}/{kind}").randbytes(size) if seed is not None else bytes(size)
-                self.buffers[layer, kind] = ctypes.create_string_buffer(content, size)
+                array = ctypes.c_char * size
+                self.buffers[layer, kind] = array.from_address(allocate(size)) if allocate else array()
+                self.buffers[layer, kind].raw = content
 
     def block(self, layer: int, kind: int, block: int) -> bytes:
         size = block_bytes(LAYOUT, kind)
