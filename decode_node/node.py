@@ -69,6 +69,9 @@ def build_node(
 ) -> Node:
     """Loads the model and allocates all memory; what must be closed is put on `resources`. Blocks for long.
 
+    Device memory, host pool and transfer engine are not: they end with the process, and saying goodbye to their peers
+    takes the wheels several seconds that a stop does not have.
+
     `report` is called from any thread with what the leader must know. `progress` gets lines for people to read.
 
     Raises:
@@ -83,15 +86,6 @@ def build_node(
 
     progress("allocating KV memory")
     device = Device(setup.info.device_id)
-    resources.callback(device.close)
-    engine = MemFabricEngine(
-        host=config.runtime.host,
-        device_id=setup.info.device_id,
-        role="decode",
-        protocol=config.transfer.protocol,
-        store_url=f"tcp://{config.runtime.host}:{config.transfer.store_port}",
-    )
-    resources.callback(engine.close)
     pool = HostPool.create(
         rank=place.tp_rank,
         world_size=setup.ranks,
@@ -100,7 +94,13 @@ def build_node(
         device_id=setup.info.device_id,
         broadcast=lambda value: _from_rank_zero(group, value),
     )
-    resources.callback(pool.close)
+    engine = MemFabricEngine(
+        host=config.runtime.host,
+        device_id=setup.info.device_id,
+        role="decode",
+        protocol=config.transfer.protocol,
+        store_url=f"tcp://{config.runtime.host}:{config.transfer.store_port}",
+    )
     try:
         memory = DecodeMemory(geometry, DTYPES[config.model.dtype], device, pool)
     except DeviceOutOfMemory as error:
