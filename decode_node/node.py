@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from sluice.v1 import registry_pb2
-from transfer.host_pool import HostPool
-from transfer.memfabric import MemFabricEngine
 
 from decode_node.backend import DecodeBackend
 from decode_node.commands import RankEndpoint, Report
@@ -26,7 +24,9 @@ from engine.model.loader import load_weights
 from engine.model.parallel import SingleRank, TensorParallel, TensorParallelGroup
 from engine.model.shard import Shard
 from engine.ops import set_device, set_num_threads
+from transfer.host_pool import HostPool
 from transfer.hostcann.runtime import DeviceOutOfMemory
+from transfer.memfabric import MemFabricEngine
 
 SCRATCH_BYTES = 4096  # of each rank, behind the host pool's blocks: where its puller reads generation words to
 
