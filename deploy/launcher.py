@@ -26,8 +26,8 @@ from engine.config import SluiceConfig
 
 _POLL_S = 0.1
 _STOP_PHASES = (
-    StopPhase((processes.META_SERVER,), 5.0),
-    StopPhase(("prefill-", "decode-"), 6.0),
+    StopPhase((processes.META_SERVER,), 3.5),
+    StopPhase(("prefill-", "decode-"), 9.5),
     StopPhase((processes.POOL_SERVICE,), 0.0),  # it only knows where objects are, and takes 4 s to end by itself
 )
 """Who is asked to stop when, and how long it may take. Their sum leaves time to kill the rest within 15 s."""

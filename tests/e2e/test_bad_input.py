@@ -13,7 +13,7 @@ GOOD: dict[str, object] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 
 BAD = [
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": [5] * 40000}, 400, "40000"),
+    ({"prompt": [5] * 70000}, 400, "70000"),
     ({"prompt": [5, 713]}, 400, "713"),
     ({"prompt": [5, -1]}, 400, "-1"),
     ({"prompt": [[5], [2**40]]}, 400, str(2**40)),
@@ -40,7 +40,6 @@ def test_bad_completions_are_refused(
     response = passkey_cluster.post("/v1/completions", GOOD | fields)
     assert response.status_code == status, response.text
     assert named in response.json()["error"]["message"]
-    assert passkey_cluster.used_pools() == []
 
 
 def test_broken_json_is_refused(passkey_cluster: Cluster) -> None:
