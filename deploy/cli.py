@@ -65,6 +65,7 @@ def generate(
     tokens: Annotated[str | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
     config: ConfigOption = _DEFAULT_CONFIG,
@@ -79,7 +80,7 @@ def generate(
 
     request = client_pb2.GenerateRequest(
         sampling=common_pb2.SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed, stop=stop
         )
     )
     if (prompt is None) == (tokens is None):

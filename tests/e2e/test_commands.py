@@ -40,9 +40,10 @@ def test_status_shows_workers_pools_and_topology(passkey_cluster: Cluster) -> No
 
 def test_generate_answers_a_passkey_question(passkey_cluster: Cluster) -> None:
     text, answer = make_prompt(1500, 0.3, 11)
-    result = sluice("generate", "--prompt", "-", "--address", passkey_cluster.grpc_address, stdin=text)
+    options = ["--stop", "\n", "--address", passkey_cluster.grpc_address]
+    result = sluice("generate", "--prompt", "-", *options, stdin=text)
     assert result.returncode == 0, result.stderr
-    assert answer in result.stdout and "finish: stop" in result.stderr
+    assert result.stdout.endswith(f"is {answer}.\n") and "finish: stop" in result.stderr
 
 
 def test_generate_with_token_ids(passkey_cluster: Cluster) -> None:

@@ -46,7 +46,8 @@ def test_killed_decode_worker_during_a_transfer(checkpoints: dict[str, Path]) ->
         assert cluster.pid_of(PREFILL) == prefill_pid
         assert cluster.worker(PREFILL).health == "ready"
         cluster.wait_for(lambda: cluster.worker(DECODE).health == "lost", 10, lambda: "decode is not reported lost")
-        assert cluster.said(f"{DECODE} (pid ") and cluster.said("killed by SIGKILL")
+        cluster.wait_for(lambda: cluster.said("killed by SIGKILL"), 10, lambda: "the launcher tells of no death")
+        assert cluster.said(f"{DECODE} (pid ")
 
         refused = cluster.post("/v1/completions", {"prompt": [5], "max_tokens": 1})
         assert refused.status_code == 503 and "decode" in refused.json()["error"]["message"]
