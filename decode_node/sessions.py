@@ -22,15 +22,18 @@ from engine.sampling_params import SamplingParams, SamplingParamsError
 
 DECODE_SERVICE = "sluice.v1.DecodeService"
 ADMIT_TIMEOUT_S = 10.0  # how long an open stream may keep silent
+DRAIN_POLL_S = 0.02
+FLUSH_S = 0.1  # from the end of a stream's handler until its status has reached the client
 
+# UNAVAILABLE is not among them: it is what gRPC itself says of a broken connection, and so of a dead worker.
 STATUS_CODES = {
     FailureKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     FailureKind.DUPLICATE: grpc.StatusCode.ALREADY_EXISTS,
     FailureKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    FailureKind.TRANSFER: grpc.StatusCode.UNAVAILABLE,
+    FailureKind.TRANSFER: grpc.StatusCode.ABORTED,
     FailureKind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     FailureKind.INTERNAL: grpc.StatusCode.INTERNAL,
-    FailureKind.STOPPING: grpc.StatusCode.UNAVAILABLE,
+    FailureKind.STOPPING: grpc.StatusCode.ABORTED,
 }
 FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -81,6 +84,7 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
         self._terms = terms
         self._inbox: Inbox | None = None
         self._endpoints: list[worker_pb2.ReadEndpoint] = []
+        self._sessions: set[Session] = set()
 
     def open(self, inbox: Inbox, endpoints: Sequence[RankEndpoint]) -> None:
         """From now on requests are taken; `endpoints` in order of TP ranks."""
@@ -89,6 +93,15 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
             for rank, endpoint in enumerate(endpoints)
         ]
         self._inbox = inbox
+
+    async def drained(self, timeout_s: float) -> None:
+        """Returns when every stream has ended and its end has left this process, after `timeout_s` seconds at most."""
+        deadline = time.monotonic() + timeout_s
+        if not self._sessions:
+            return
+        while self._sessions and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        await asyncio.sleep(FLUSH_S)
 
     async def DecodeSession(
         self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]
@@ -99,6 +112,7 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
         admit = await self._admit(requests, context)
         request = self._request(admit, await self._sampling(admit, context))
         session, rid = Session(), request.request_id
+        self._sessions.add(session)
         inbox.submit(request, session)
         reader = asyncio.create_task(self._forward_first_token(requests, rid, inbox, session))
         try:
@@ -121,6 +135,7 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
         finally:
             reader.cancel()
             inbox.cancel(rid, session)
+            self._sessions.discard(session)
 
     async def _admit(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.Admit:
         try:

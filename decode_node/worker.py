@@ -27,7 +27,8 @@ from engine.tp_channel import TpFollower, TpLeader
 from engine.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
-STOP_S = 5.0  # how long the engine thread gets to end its turn and to close the transfers and the host pool
+DRAIN_S = 1.0  # how long sessions get to tell their clients why they end
+STOP_S = 3.0  # how long the engine thread gets to end its turn and to close its sockets
 
 
 class EngineLoop(Protocol):
@@ -73,6 +74,7 @@ class DecodeWorker:
         self._stopping.set()
         if self._loop is not None:
             self._loop.stop()
+        await self._sessions.drained(DRAIN_S)  # clients hear the cause before the meta server hears of a leave
         await self._process.stop()
         await asyncio.to_thread(engine.join, STOP_S)
         if engine.is_alive():

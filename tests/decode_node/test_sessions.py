@@ -247,7 +247,7 @@ def test_a_failed_pull_reaches_the_client_with_its_cause(run: Callable[..., None
         service.node.refuse_pulls = "prefill-0/tp0 disconnected"
         service.prefill("r1", PROMPT)
         call = await service.open("r1")
-        text = await ended_with(call, grpc.StatusCode.UNAVAILABLE)
+        text = await ended_with(call, grpc.StatusCode.ABORTED)
         assert text == "request r1: decode rank 0 could not pull its KV: prefill-0/tp0 disconnected"
         await service.emptied()
 
@@ -260,7 +260,7 @@ def test_a_worker_that_stops_ends_its_sessions(run: Callable[..., None]) -> None
         call = await service.open("r1")
         await call.read()
         service.node.loop.stop()
-        assert await ended_with(call, grpc.StatusCode.UNAVAILABLE) == "request r1: the decode worker is stopping"
+        assert await ended_with(call, grpc.StatusCode.ABORTED) == "request r1: the decode worker is stopping"
 
     run(scenario)
 
@@ -271,7 +271,7 @@ def test_a_worker_that_fails_ends_its_sessions_with_the_cause(run: Callable[...,
         call = await service.open("r1")
         await call.read()
         service.node.rank.source.failure = "its socket is gone"
-        text = await ended_with(call, grpc.StatusCode.UNAVAILABLE)
+        text = await ended_with(call, grpc.StatusCode.ABORTED)
         assert text == "request r1: the decode worker failed: the puller died: its socket is gone"
 
     run(scenario)
