@@ -208,7 +208,14 @@ class Cluster:
         return busy + ([f"{status.requests_in_flight} requests in flight"] if status.requests_in_flight else [])
 
     def wait_idle(self, timeout_s: float = 30.0) -> None:
-        """Waits until every pool reports zero used (heartbeats bring it within a second or two)."""
+        """Waits until every pool reports zero used, in a heartbeat that is younger than this call."""
+        called = time.monotonic()
+
+        def heard_since() -> bool:
+            age = time.monotonic() - called
+            return all(w.heartbeat_age_seconds < age for w in self.status().workers if w.health != "lost")
+
+        self.wait_for(heard_since, timeout_s, lambda: "a worker sends no heartbeats")
         self.wait_for(lambda: not self.used_pools(), timeout_s, lambda: f"pools not empty: {self.used_pools()}")
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str]) -> None:
