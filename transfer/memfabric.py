@@ -4,8 +4,9 @@ A prefill engine listens under its session id, `host:port`; a decode engine read
 There is no central store: each prefill engine hosts the small one its readers meet at, so no worker's death takes
 another down, and engines may start in any order. A restarted engine has a new session id.
 
-The wheel's calls release the interpreter lock, but a call to a session that is gone blocks for a minute and more. So
-each session has one worker thread of its own, and callers wait for it no longer than their deadline.
+The wheel's calls release the interpreter lock, but opening a link to a session that is gone blocks for minutes, and
+keeps every other link from being opened meanwhile. So a session is dialled before the wheel opens (or reopens) its
+link, its calls run in a worker thread of its own, and callers wait for that no longer than their deadline.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transfer.peer_link import PeerLink, PeerUnreachable, dial
+
 Role = Literal["prefill", "decode"]
 
 PROTOCOLS = ("sdma", "device_rdma", "device_urma")
 _ROLE_NAMES = {"prefill": "Prefill", "decode": "Decode"}
 _LOG_ERRORS_ONLY = 3
+_DIAL_S = 2.0
 
 
 class TransferError(RuntimeError):
@@ -118,7 +122,10 @@ class MemFabricEngine:
         self._closed = False
 
     def register(self, address: int, nbytes: int) -> None:
-        """Make a range of device memory, or of the host pool, readable and writable by transfers."""
+        """Make a range of device memory, or of the host pool, readable and writable by transfers.
+
+        A decode engine registers with the wheel when a link opens, so there other memory fails the first read instead.
+        """
         code = self._engine.register_memory(address, nbytes)
         if code != 0:
             raise TransferError(
@@ -192,6 +199,11 @@ class _Session:
 
     def __init__(self, session_id: str) -> None:
         self._id = session_id
+        self._host, _, port = session_id.rpartition(":")
+        if not self._host or not port.isdecimal():
+            raise TransferError(f"session {session_id!r} is not host:port", session=session_id)
+        self._port = int(port)
+        self._link: PeerLink | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._start = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -209,6 +221,8 @@ class _Session:
                 session=self._id,
                 nbytes=nbytes,
             )
+        if self._link is None or not self._link.is_up():
+            self._dial(nbytes, min(deadline_s, _DIAL_S))
         self._ensure_thread()
         call = _Call(run, threading.Event())
         self._calls.put(call)
@@ -221,6 +235,7 @@ class _Session:
                 nbytes=nbytes,
             )
         if call.error is not None or call.code != 0:
+            self._link = None
             cause = str(call.error) if call.error is not None else f"code {call.code}"
             raise TransferError(
                 f"read of {nbytes} bytes from {self._id} failed: {cause}",
@@ -228,6 +243,8 @@ class _Session:
                 nbytes=nbytes,
                 code=call.code,
             ) from call.error
+        if self._link is None:
+            self._link = PeerLink.find(self._host, self._port)
 
     def stop(self) -> bool:
         """End the thread after the calls it has; False when it hangs in one."""
@@ -238,6 +255,14 @@ class _Session:
             return False
         self._thread.join(timeout=1.0)
         return not self._thread.is_alive()
+
+    def _dial(self, nbytes: int, timeout_s: float) -> None:
+        try:
+            dial(self._host, self._port, timeout_s)
+        except PeerUnreachable as error:
+            raise TransferError(
+                f"read of {nbytes} bytes from {self._id} failed: {error}", session=self._id, nbytes=nbytes
+            ) from error
 
     def _ensure_thread(self) -> None:
         with self._start:
