@@ -41,12 +41,12 @@ class Frontend:
         self.router = router or Router(registry)
         self._request_timeout_s = request_timeout_s
         self._running: dict[str, Generation] = {}
-        self.stopping = False
+        self._stopping = False
         self._born = time.monotonic()
 
     @property
     def ready(self) -> bool:
-        return self.registry.ready and not self.stopping
+        return self.registry.ready and not self._stopping
 
     @property
     def in_flight(self) -> int:
@@ -73,7 +73,7 @@ class Frontend:
 
     async def shutdown(self) -> None:
         """Refuses new requests and ends the running ones with an error."""
-        self.stopping = True
+        self._stopping = True
         running = list(self._running.values())
         for generation in running:
             generation.abort(
@@ -95,7 +95,7 @@ class Frontend:
             raise
 
     def _check_admission(self, requests: Sequence[GenerationRequest]) -> None:
-        if self.stopping:
+        if self._stopping:
             raise unavailable("the meta server is shutting down")
         ids = Counter(request.request_id for request in requests)
         for request_id, count in ids.items():

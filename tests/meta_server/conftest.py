@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,10 +10,18 @@ from engine.tokenizer import Tokenizer
 from tests.meta_server.deployment import MODEL_DIR, Deployment, deployed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Tests marked `anyio` run on asyncio, those of a module in one loop."""
+    """Tests marked `anyio` run on asyncio."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Keeps one event loop for all tests: gRPC objects that are freed after their loop is closed complain or hang."""
+    yield
+    gc.collect()
+    await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

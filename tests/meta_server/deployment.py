@@ -32,6 +32,7 @@ class Deployment:
     def __init__(self, server: MetaServer) -> None:
         self.server = server
         self.workers: list[FakeWorker] = []
+        self._stopped = False
         self.address = f"127.0.0.1:{server.grpc_port}"
         self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.http_port}", timeout=20.0)
         self.channel = grpc.aio.insecure_channel(self.address)
@@ -89,11 +90,16 @@ class Deployment:
             and all(worker.decode.open == 0 and worker.prefill.open == 0 for worker in self.workers)
         )
 
+    async def stop(self) -> None:
+        """Stops the meta server, once."""
+        if not self._stopped:
+            self._stopped = True
+            await self.server.stop()
+
     async def close(self) -> None:
         await self.http.aclose()
         await self.channel.close()
-        if not self.server.frontend.stopping:
-            await self.server.stop()
+        await self.stop()
         for worker in self.workers:
             await worker.die()
 

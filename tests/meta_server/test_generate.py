@@ -9,8 +9,11 @@ import grpc
 import pytest
 from sluice.v1 import client_pb2, common_pb2
 
-from tests.meta_server.deployment import Deployment, deployed
-from tests.meta_server.fakes import FIRST, until
+from meta_server.errors import Failure
+from meta_server.request import Done, Event, TokenChunk
+from meta_server.validation import Capacity, SamplingFields
+from tests.meta_server.deployment import deployed
+from tests.meta_server.fakes import EOS, FIRST, until
 
 pytestmark = pytest.mark.anyio
 
@@ -247,11 +250,37 @@ async def test_status_is_one_snapshot() -> None:
         assert status.requests_in_flight == 0
 
 
-async def run_many(deployment: Deployment, count: int) -> list[int]:
-    answers = await asyncio.gather(*(read_all(deployment.generate([5], max_tokens=3)) for _ in range(count)))
-    return [sum(response.finish_reason != 0 for response in answer) for answer in answers]
-
-
-async def test_exactly_one_final_event() -> None:
-    async with deployed() as deployment:
-        assert await run_many(deployment, 20) == [1] * 20
+@pytest.mark.parametrize("ending", ["length", "stop", "decode", "prefill", "refused", "deadline"])
+@pytest.mark.parametrize("abort_after_s", [None, 0.0, 0.002, 0.01, 0.03])
+async def test_exactly_one_final_event(ending: str, abort_after_s: float | None) -> None:
+    async with deployed(request_timeout_s=0.3 if ending == "deadline" else 60.0) as deployment:
+        script = deployment.decode.decode.script
+        script.delay_s = 0.005
+        match ending:
+            case "stop":
+                script.tokens[3] = EOS
+            case "decode":
+                script.break_after = 3
+            case "prefill":
+                deployment.prefill.prefill.error = (grpc.StatusCode.INTERNAL, "NaN")
+            case "refused":
+                script.refuse = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            case "deadline":
+                script.hold = "finished"
+        events: list[Event] = []
+        frontend = deployment.server.frontend
+        request = frontend.validator.request([5], SamplingFields(max_tokens=6), Capacity())
+        generation = frontend.start(request, events.append)
+        if abort_after_s is not None:
+            if abort_after_s:
+                await asyncio.sleep(abort_after_s)
+            generation.abort()
+            generation.abort()
+        await generation.closed()
+        *chunks, final = events
+        assert isinstance(final, Done | Failure) and all(isinstance(chunk, TokenChunk) for chunk in chunks)
+        if abort_after_s is None:
+            assert isinstance(final, Done) == (ending in ("length", "stop"))
+        generation.abort()
+        await until(deployment.idle, "idle after the end")
+        assert events[-1] is final

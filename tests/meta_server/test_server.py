@@ -99,7 +99,7 @@ async def test_stop_ends_open_streams_with_an_error() -> None:
             lines = response.aiter_lines()
             assert "text_completion" in await anext(lines)
             begun = time.monotonic()
-            stopping = asyncio.create_task(deployment.server.stop())
+            stopping = asyncio.create_task(deployment.stop())
             *_, last, end = [line async for line in lines if line]
             await stopping
         assert time.monotonic() - begun < 4
