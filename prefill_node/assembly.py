@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from sluice.v1 import registry_pb2
-from transfer.mem_pool import MemPool
-from transfer.memfabric import MemFabricEngine
 
 from engine import ops
 from engine.config import SluiceConfig
@@ -31,6 +30,8 @@ from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Routes
 from prefill_node.shape import PrefillShape
+from transfer.mem_pool import MemPool
+from transfer.memfabric import MemFabricEngine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,7 +45,7 @@ class RankParts:
     gate: ReuseGate
     publisher: Publisher
     loader: PoolLoader
-    saver: PoolSaver | None  # rank 0 only
+    saver: PoolSaver
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,17 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     loader = stack.enter_context(
         contextlib.closing(PoolLoader(pool, shape.object_layout, buffers, config.pool.timeout_s))
     )
-    saver = None
-    if info.tp_rank == 0:
-        saver = PoolSaver(
-            pool,
-            shape.object_layout,
-            buffers,
-            gate,
-            fingerprint=info.layout.fingerprint,
-            rank=info.tp_rank,
-            timeout_s=config.pool.timeout_s,
-            lease_s=config.runtime.request_timeout_s,
-        )
-        stack.callback(saver.close)
+    saver = PoolSaver(
+        pool,
+        shape.object_layout,
+        buffers,
+        gate,
+        fingerprint=info.layout.fingerprint,
+        rank=info.tp_rank,
+        timeout_s=config.pool.timeout_s,
+        lease_s=config.runtime.request_timeout_s,
+    )
+    stack.callback(saver.close)
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
     rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size)
@@ -159,7 +158,9 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStac
         config_store_url=f"tcp://{host}:{config.pool.config_port}",
         device_id=plan.info.device_id,
         dram_bytes=config.pool.dram_bytes,
-        world_size=config.prefill.groups * config.prefill.tp,
+        # Twice the ranks: a restarted worker may join before its predecessor has left.
+        world_size=2 * config.prefill.groups * config.prefill.tp,
+        timeout_s=math.ceil(config.pool.timeout_s),
     )
     stack.callback(pool.close)
     for address, nbytes in buffers.regions():

@@ -19,6 +19,7 @@ from prefill_node.pool_saver import PoolSaver
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Route, Routes
 from prefill_node.steps import Chunk
+from transfer.mem_pool import PoolError
 
 
 class Publishes(Protocol):
@@ -54,25 +55,25 @@ class PrefillBackend:
         publisher: Publishes,
         routes: Routes,
         loader: PoolLoader,
-        saver: PoolSaver | None,
+        saver: PoolSaver,
     ) -> None:
-        """`saver` is None on the ranks that do not save (TP rank 1 and up)."""
         self._config, self._buffers, self._gate = config, buffers, gate
         self._publisher, self._routes, self._loader, self._saver = publisher, routes, loader, saver
         self._plan = buffers.plan
         self._batch: StepBatch | None = None
         self._topk: Tensor | None = None  # [T, topk] of the last layer with an indexer
+        self._earlier: dict[str, tuple[int, ...]] = {}  # request id -> pool addresses of the blocks before its chunk
         self.errors: dict[str, str] = {}
 
     def begin(self, batch: StepBatch) -> None:
-        """Called before the forward pass over `batch`."""
+        """Called before the forward pass over `batch`. Raises PoolStuck."""
         self._batch, self._topk, self.errors = batch, None, {}
-        if self._saver is not None:
-            self._saver.begin_step(batch.chunks)
+        self._earlier = self._locate(batch.chunks) if self._plan.has_reuse else {}
+        self._saver.begin_step(batch.chunks)
 
     def end(self) -> None:
         """Called after the forward pass."""
-        if self._saver is not None and self._batch is not None:
+        if self._batch is not None:
             self._saver.end_step(self._batch.chunks)
         self._batch = self._topk = None
 
@@ -90,10 +91,9 @@ class PrefillBackend:
         buffer = self._buffers.of_layer(layer)
         self._open(layer)
         if self._plan.is_reused(layer):
-            self.errors.update(self._loader.load(layer, self._healthy()))
+            self.errors.update(self._loader.load(layer, self._healthy(), self._earlier))
         self._write(buffer, batch, ckv, k_rope, indexer)
-        if self._saver is not None:
-            self._saver.save(layer, batch.chunks)
+        self._saver.save(layer, batch.chunks)
         self._publish(layer)
         if indexer is not None:
             self._topk = self._select(buffer, batch, indexer)
@@ -118,10 +118,21 @@ class PrefillBackend:
     def _healthy(self) -> list[Chunk]:
         return [chunk for chunk in self._current().chunks if chunk.request_id not in self.errors]
 
+    def _locate(self, chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
+        """Where the earlier rows of later chunks are; a request whose rows are lost fails."""
+        found = {}
+        for chunk in chunks:
+            blocks = chunk.written_blocks(self._buffers.geometry.block_size).start
+            try:
+                found[chunk.request_id] = self._saver.addresses(chunk.request_id, blocks) if blocks else ()
+            except PoolError as error:
+                self.errors[chunk.request_id] = str(error)
+        return found
+
     def _open(self, layer: int) -> None:
         """Waits until nobody needs what the slot holds. Lost reads are reported by the publisher."""
         for failure in self._gate.wait(self._plan.slot_of_layer[layer]):
-            if failure.consumer.kind == "save" and self._saver is not None:
+            if failure.consumer.kind == "save":
                 self._saver.save_failed(failure.consumer.ident, failure.reason)
 
     def _write(

@@ -9,18 +9,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sluice.v1 import worker_pb2
-from transfer.mem_pool import PoolError
 
 from engine.kv_cache import Usage
 from engine.sampling import Sampled, SampleRow, SamplingError, sample
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import ChannelError, TpLeader
 from prefill_node.outcome import FailureKind, Outcome, PrefillFailure, PrefillResult
-from prefill_node.pool_saver import PoolSaver
 from prefill_node.rank import PrefillRank, StepResult
 from prefill_node.scheduler import PrefillJob, PrefillScheduler, Refused
 from prefill_node.steps import (
@@ -80,15 +78,13 @@ class PrefillLeader:
         scheduler: PrefillScheduler,
         rank: PrefillRank,
         channel: TpLeader,
-        saver: PoolSaver,
         *,
         tp_size: int,
-        reloads: bool,
         step_timeout_s: float,
     ) -> None:
-        """`reloads`: whether later chunks need earlier rows from the pool. `step_timeout_s`: for the other ranks."""
-        self._scheduler, self._rank, self._channel, self._saver = scheduler, rank, channel, saver
-        self._tp_size, self._reloads, self._step_timeout_s = tp_size, reloads, step_timeout_s
+        """`step_timeout_s`: how long the other ranks may need to finish a step."""
+        self._scheduler, self._rank, self._channel = scheduler, rank, channel
+        self._tp_size, self._step_timeout_s = tp_size, step_timeout_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._attempts = itertools.count(1)
@@ -145,9 +141,7 @@ class PrefillLeader:
         if plan is None:
             self._sleep()
             return
-        plan = self._with_pool_objects(plan)
-        if plan.chunks:
-            self._step(plan)
+        self._step(plan)
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -201,22 +195,6 @@ class PrefillLeader:
         request.unrouted.discard(rank)
         if not request.unrouted:
             self._scheduler.set_routed(report.request_id)
-
-    def _with_pool_objects(self, plan: StepPlan) -> StepPlan:
-        """Adds where each later chunk's earlier rows are; requests whose rows are lost end here."""
-        if not self._reloads:
-            return plan
-        chunks = []
-        for chunk in plan.chunks:
-            try:
-                chunks.append(self._located(chunk))
-            except PoolError as error:
-                self._lose({chunk.request_id: str(error)})
-        return replace(plan, chunks=tuple(chunks))
-
-    def _located(self, chunk: Chunk) -> Chunk:
-        blocks = chunk.written_blocks(self._scheduler.block_size).start
-        return replace(chunk, pool_objects=self._saver.addresses(chunk.request_id, blocks)) if blocks else chunk
 
     def _step(self, plan: StepPlan) -> None:
         started = time.monotonic()

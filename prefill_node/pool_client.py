@@ -18,13 +18,13 @@ _STOP_S = 5.0
 class PoolClient(Protocol):
     """The part of `transfer.mem_pool.MemPool` used here. Failures raise `transfer.mem_pool.PoolError`."""
 
-    def alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
-        """Addresses of new objects; they do not exist for others until `finish`."""
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
+        """Addresses of new objects, waiting up to `wait_s` for room; others do not see them until `finish`."""
 
-    def save(self, dst_gvas: Sequence[int], src_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+    def save(self, pool: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None:
         """Copies device memory to the pool."""
 
-    def load(self, src_gvas: Sequence[int], dst_addrs: Sequence[int], sizes: Sequence[int]) -> None:
+    def load(self, pool: Sequence[int], destinations: Sequence[int], sizes: Sequence[int], /) -> None:
         """Copies from the pool to device memory."""
 
     def finish(self, keys: Sequence[str]) -> None:
@@ -39,8 +39,8 @@ class PoolClient(Protocol):
     def release(self, keys: Sequence[str]) -> None:
         """Ends the leases."""
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Deletes finished objects."""
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        """Deletes finished objects; which of them were there."""
 
 
 class PoolStuck(RuntimeError):

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from transfer.mem_pool import PoolError
-
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.pool_client import PoolClient, PoolThread
 from prefill_node.pool_layout import PoolObjectLayout
 from prefill_node.steps import Chunk
+from transfer.mem_pool import PoolError
 
 
 class LoadCounters(NamedTuple):
@@ -27,23 +26,25 @@ class PoolLoader:
         self._thread = PoolThread("pool-loader", timeout_s)
         self._bytes = self._failed = 0
 
-    def load(self, layer: int, chunks: Sequence[Chunk]) -> Mapping[str, str]:
-        """Writes rows [0, chunk.start) of `layer` into its slot, for every chunk that has any.
+    def load(self, layer: int, chunks: Sequence[Chunk], objects: Mapping[str, Sequence[int]]) -> Mapping[str, str]:
+        """Writes rows [0, chunk.start) of `layer` into its slot, for every chunk with `objects`: pool addresses of its
+        blocks before `start`, by request id.
 
         The slot's gate must be open. Returns request id -> cause for those whose rows could not be had; raises
         PoolStuck when the pool does not answer.
         """
         errors = {}
         for chunk in chunks:
-            blocks = chunk.start // self._buffers.geometry.block_size
-            if not blocks:
+            addresses = objects.get(chunk.request_id, ())
+            if not addresses:
                 continue
+            blocks = len(addresses)
             copy = self._layout.copy(
                 layer,
                 self._buffers.addresses(layer),
                 chunk.main_blocks[:blocks],
                 chunk.indexer_blocks[:blocks],
-                chunk.pool_objects,
+                addresses,
             )
             what = f"load layer {layer} of request {chunk.request_id!r}"
             try:

@@ -1,4 +1,4 @@
-"""Saves every layer's new blocks to the pool (TP rank 0 only), and knows where a request's blocks lie there."""
+"""Saves every layer's new blocks to the pool, and knows where a request's blocks lie there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transfer.mem_pool import PoolError
-
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.pool_client import PoolClient, PoolThread
 from prefill_node.pool_layout import Copy, PoolObjectLayout, object_key
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.steps import Chunk
+from transfer.mem_pool import PoolError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,10 @@ class PoolSaver:
 
     One object per (request, block): allocated in the step that writes the block, saved layer by layer, finished and
     leased after its last layer, removed when the request ends. Calls are made by the engine thread; pool calls run in
-    the order of those calls. Invariant: for every save added to the gate, `gate.done` is called when the pool has
+    the order of those calls. Each TP rank saves objects of its own: a MemCache client finds an address only if it
+    allocated or leased the object itself, and takes it for the old one's when another client has removed that.
+
+    Invariant: for every save added to the gate, `gate.done` is called when the pool has
     stopped reading the buffer, whether it failed or not (test_a_failed_save_opens_the_gate). A request whose save
     failed stays out of the pool; the others are not affected.
     """
@@ -148,7 +150,8 @@ class PoolSaver:
             keys = [object_key(self._fingerprint, chunk.request_id, block, self._rank) for block in blocks]
 
             def alloc(saved: _Saved, keys: list[str] = keys) -> None:
-                addresses = self._pool.alloc(keys, [self._layout.object_bytes] * len(keys))
+                sizes = [self._layout.object_bytes] * len(keys)
+                addresses = self._pool.alloc(keys, sizes, wait_s=self._timeout_s / 4)
                 saved.keys.extend(keys)
                 saved.addresses.extend(addresses)
                 with self._lock:

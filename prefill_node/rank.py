@@ -51,7 +51,7 @@ class PrefillRank:
         backend: PrefillBackend,
         routes: Routes,
         publisher: Announcer,
-        saver: PoolSaver | None,
+        saver: PoolSaver,
         errors: queue.SimpleQueue[tuple[str, str]],
         block_size: int,
     ) -> None:
@@ -77,8 +77,7 @@ class PrefillRank:
         for request_id in request_ids:
             self._routes.drop(request_id)
             self._publisher.drop(request_id)
-            if self._saver is not None:
-                self._saver.release(request_id)
+            self._saver.release(request_id)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
@@ -90,7 +89,7 @@ class PrefillRank:
 
     def poll(self) -> list[Report]:
         """What has happened since the last call. Never blocks. Raises RankFailed when this process cannot go on."""
-        if failure := self._publisher.failure or (self._saver and self._saver.failure):
+        if failure := self._publisher.failure or self._saver.failure:
             raise RankFailed(failure)
         reports: list[Report] = []
         while not self._opened.empty():

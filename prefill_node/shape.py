@@ -16,6 +16,7 @@ from transfer.layout import DTYPE_BYTES
 
 POOL = "pool"  # third cache type: places in the pool
 POOL_GRANULE = 4096  # bytes the pool rounds an object up to
+POOL_USABLE = 0.85  # share given out, so that the pool never comes near 0.9, where it begins to evict
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class PrefillShape:
     geometry: KvGeometry
     object_layout: PoolObjectLayout
     kv_blocks: int  # of every layer buffer
-    pool_blocks: int  # blocks of all layers that the group's share of the pool holds
+    pool_blocks: int  # blocks of all layers that one rank's share of the pool holds; each rank saves its own
     max_prompt_tokens: int  # longest prompt this group can ever take
 
     @property
@@ -74,7 +75,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
     )
     object_layout = PoolObjectLayout(geometry, model.num_hidden_layers)
     stored = round_up(object_layout.object_bytes, POOL_GRANULE)
-    pool_blocks = section.tp * config.pool.dram_bytes // stored
+    pool_blocks = int(config.pool.dram_bytes * POOL_USABLE) // stored
     if plan.has_reuse and not pool_blocks:
         raise CapacityError(
             f"pool.dram_bytes = {config.pool.dram_bytes} cannot hold one block of all {model.num_hidden_layers} layers "

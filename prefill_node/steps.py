@@ -22,7 +22,6 @@ class Chunk:
     prompt_tokens: int
     main_blocks: tuple[int, ...]
     indexer_blocks: tuple[int, ...]
-    pool_objects: tuple[int, ...] = ()  # pool addresses of blocks [0, start / block size), where rows must be reloaded
 
     @property
     def end(self) -> int:

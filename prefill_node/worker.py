@@ -16,7 +16,6 @@ from prefill_node import status
 from prefill_node.assembly import RankParts, RankPlan, assemble
 from prefill_node.follower import follow
 from prefill_node.leader import PrefillLeader
-from prefill_node.pool_saver import PoolSaver
 from prefill_node.scheduler import Limits, PrefillScheduler
 from prefill_node.service import PREFILL_SERVICE, PrefillCalls
 
@@ -74,8 +73,7 @@ class PrefillWorker:
             status.add_scheduling(answer, self._leader.snapshot(), config.prefill.max_waiting)
         if (parts := self._parts) is not None:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
-            if parts.saver is not None:
-                status.add_saves(answer, parts.saver.counters(), config.prefill.tp * config.pool.dram_bytes)
+            status.add_saves(answer, parts.saver.counters(), config.pool.dram_bytes)
             status.add_transfers(
                 answer,
                 parts.gate.counters(),
@@ -89,8 +87,8 @@ class PrefillWorker:
         try:
             with contextlib.ExitStack() as stack:
                 self._parts = parts = assemble(self._plan, stack, self._progress)
-                if parts.saver is not None:
-                    self._lead(parts, parts.saver, stack, on_ready)
+                if self._plan.info.tp_rank == 0:
+                    self._lead(parts, stack, on_ready)
                 else:
                     self._follow(parts, stack, on_ready)
         except Stopped:
@@ -105,9 +103,7 @@ class PrefillWorker:
         self._detail = detail
         log.info("%s", detail)
 
-    def _lead(
-        self, parts: RankParts, saver: PoolSaver, stack: contextlib.ExitStack, on_ready: Callable[[], object]
-    ) -> None:
+    def _lead(self, parts: RankParts, stack: contextlib.ExitStack, on_ready: Callable[[], object]) -> None:
         config, section, shape = self._plan.config, self._plan.config.prefill, self._plan.shape
         channel = TpLeader(config.runtime.run_dir or ".", self._plan.info.group, section.tp)
         stack.callback(channel.close)
@@ -124,9 +120,7 @@ class PrefillWorker:
             ),
             parts.rank,
             channel,
-            saver,
             tp_size=section.tp,
-            reloads=shape.plan.has_reuse,
             step_timeout_s=config.runtime.collective_timeout_s,
         )
         self._progress("waiting for the other TP ranks")

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from sluice.v1 import wire_pb2, worker_pb2
 from torch import Tensor
-from transfer.mem_pool import PoolError
 
 from engine.kv_cache import CacheSpec, KVCacheManager
 from engine.model.config import ModelConfig
@@ -40,6 +39,7 @@ from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.routes import Routes
 from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler
+from transfer.mem_pool import PoolError
 
 ENDPOINT = Endpoint("tcp://reader:1", "epoch", "decode-0", 0, 0, 1)
 
@@ -75,7 +75,7 @@ class MemoryPool:
         if call in self.fail:
             raise PoolError(f"{call} fails on demand")
 
-    def alloc(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
         self._enter("alloc", keys)
         for key, size in zip(keys, sizes, strict=True):
             assert key not in self.objects
@@ -110,11 +110,10 @@ class MemoryPool:
     def release(self, keys: Sequence[str]) -> None:
         self.leased.difference_update(keys)
 
-    def remove(self, keys: Sequence[str]) -> None:
+    def remove(self, keys: Sequence[str]) -> list[bool]:
         assert not self.leased.intersection(keys)
-        for key in keys:
-            self.finished.discard(key)
-            del self.objects[key]
+        self.finished.difference_update(keys)
+        return [self.objects.pop(key, None) is not None for key in keys]
 
 
 @dataclass
@@ -237,9 +236,7 @@ class Rig:
             PrefillScheduler(self.cache, limits),
             self.rank,
             channel or TpLeader("/tmp", "unused", 1),
-            self.saver,
             tp_size=tp_size,
-            reloads=plan.has_reuse,
             step_timeout_s=5.0,
         )
         self.outcomes: dict[str, Outcome] = {}

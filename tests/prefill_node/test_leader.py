@@ -232,8 +232,6 @@ class Group:
         self.channel = TpLeader(run_dir, "group", 2)
         self.rig = make_rig(channel=self.channel, tp_size=2, budget=32)
         self.other = make_rig(budget=32)
-        self.other.rank._saver = self.other.rank._backend._saver = None
-        self.other.pool.load = self.rig.pool.load
         self.follower = TpFollower(run_dir, "group", 1)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=follow, args=(self.other.rank, self.follower, self.stopping))
