@@ -76,13 +76,12 @@ class WorkerProcess:
         port = self._server.add_insecure_port(f"{host}:0")
         self.info.grpc_address = f"{host}:{port}"
         await self._server.start()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        self._watch_signals()
         self._heartbeat = asyncio.create_task(self._stay_registered())
 
     async def set_ready(self) -> None:
         """Called once, when requests can be served."""
+        self._watch_signals()  # again: MemCache's client sets its own handlers when it joins the pool
         self._ready = True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -110,6 +109,11 @@ class WorkerProcess:
                 request = registry_pb2.LeaveRequest(worker_id=self.info.worker_id, epoch=self.info.epoch)
                 await registry_pb2_grpc.RegistryServiceStub(channel).Leave(request, timeout=1.0)
         await self._server.stop(grace_s)
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
 
     async def _set_health(self, status: int) -> None:
         for name in self._services:

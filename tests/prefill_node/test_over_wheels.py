@@ -1,0 +1,157 @@
+"""Whole prefill processes over the real MemFabric and MemCache, pulled by a real puller."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import SluiceConfig, build_config
+from transfer import hostcann
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HBM_BYTES = 256 << 20
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+class Deployment:
+    """MetaService, one prefill group, and the reader; ended and swept on exit."""
+
+    def __init__(self, model_dir: Path, folder: Path, prefill: dict[str, Any], decode_tp: int) -> None:
+        grpc_port, meta, config_store, metrics, store = free_ports(5)
+        tree = {
+            "model": {"path": str(model_dir), "max_model_len": 1024},
+            "prefill": prefill,
+            "decode": {"tp": decode_tp, "hot_tokens": 64},
+            "transfer": {"store_port": store},
+            "pool": {"dram_bytes": 64 << 20, "meta_port": meta, "config_port": config_store, "metrics_port": metrics},
+            "grpc": {"port": grpc_port},
+            "runtime": {"run_dir": str(folder)},
+        }
+        self.config: SluiceConfig = build_config(tree)
+        self.root = Path("/dev/shm") / f"sluice-prefill-test-{os.getpid()}-{secrets.token_hex(3)}"
+        self._folder = folder
+        self._file = folder / "sluice.yaml"
+        self._file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        devices = self.config.worker_count
+        driver = hostcann.environment(self.root, hostcann.DEFAULT_CHIP, devices, HBM_BYTES)
+        self._environment = os.environ | driver | {"OMP_NUM_THREADS": "1"}
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Deployment:
+        pool, runtime = self.config.pool, self._folder
+        self._start(
+            "memcache-meta",
+            "transfer.mem_pool_service",
+            *("--meta-url", f"tcp://127.0.0.1:{pool.meta_port}"),
+            *("--config-store-url", f"tcp://127.0.0.1:{pool.config_port}"),
+            *("--metrics-url", f"http://127.0.0.1:{pool.metrics_port}"),
+            *("--log-dir", str(runtime)),
+        )
+        deadline = time.monotonic() + 20
+        while not _listens(pool.meta_port):
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+        self.workers = [
+            self._start(
+                f"prefill-{rank}",
+                "prefill_node.main",
+                *("--config", str(self._file), "--group", "0", "--tp-rank", str(rank)),
+                *("--rendezvous", f"file://{self._folder}/prefill.rendezvous"),
+            )
+            for rank in range(self.config.prefill.tp)
+        ]
+        return self
+
+    def read(self) -> dict[str, Any]:
+        """Runs the reader to its end; its findings."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.prefill_node.wheel_reader", str(self._file)],
+            cwd=REPOSITORY,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{self.logs()}"
+        findings: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return findings
+
+    def stop_workers(self) -> list[int]:
+        for worker in self.workers:
+            worker.send_signal(signal.SIGTERM)
+        return [worker.wait(15) for worker in self.workers]
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in self._folder.glob("*.log"))
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+                child.wait(10)
+        hostcann.sweep(self.root)
+
+    def _start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=REPOSITORY,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._children.append(child)
+        return child
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def deploy(tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
+    started: list[Deployment] = []
+
+    def start(decode_tp: int = 1, **prefill: Any) -> Deployment:
+        started.append(Deployment(tiny_model, tmp_path, prefill, decode_tp).__enter__())
+        return started[-1]
+
+    yield start
+    for deployment in started:
+        deployment.__exit__()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("tp", "decode_tp", "shared"), [(1, 1, 1), (2, 1, 2), (2, 2, 1)])
+def test_prefill_over_the_wheels_delivers_what_a_dense_model_computes(deploy, tp, decode_tp, shared):
+    deployment = deploy(decode_tp, tp=tp, shared_buffers=shared, max_tokens_per_step=96, kv_blocks=64)
+    found = deployment.read()
+    for name, request in found["requests"].items():
+        assert request["ended"] == [None] * decode_tp, (name, request, deployment.logs())
+        assert request["token"] == request["expected"], name
+        assert request["error"] < 2e-4, name
+    assert {name: used for name, (used, _) in found["pools"].items()} == dict.fromkeys(found["pools"], 0)
+    assert found["gauges"]["layer_buffers"] == 1 + shared
+    assert found["counters"]["bytes_saved"] > 0 < found["counters"]["bytes_loaded"]
+    assert deployment.stop_workers() == [0] * tp
