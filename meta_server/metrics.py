@@ -24,7 +24,9 @@ class Metrics:
     def __init__(self, registry: Registry) -> None:
         self.prometheus = CollectorRegistry()
         self._requests = Counter("sluice_requests", "Ended requests", ["outcome"], registry=self.prometheus)
-        self._tokens = Counter("sluice_tokens", "Tokens of finished and aborted requests", ["kind"], registry=self.prometheus)
+        self._tokens = Counter(
+            "sluice_tokens", "Tokens of requests that did not fail", ["kind"], registry=self.prometheus
+        )
         self._ttft = Histogram(
             "sluice_ttft_seconds", "Admission to first token", buckets=_TTFT_BUCKETS, registry=self.prometheus
         )
