@@ -7,6 +7,7 @@ recently used objects without a lease.
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import re
 import threading
@@ -21,9 +22,11 @@ from transfer.peer_link import PeerUnreachable, dial
 _NOT_READABLE = -3101  # allocated but not finished
 _NO_SUCH_KEY = -3102
 _NOT_LEASED = -3106
+_NOT_MAPPED = -2
 _DRAM = 1  # where objects are allocated
 _RETRY_INTERVAL_S = 0.05
 _RELEASE_SETTLES_S = 0.02
+_MAPPING_S = 2.0  # how long the memory of a member that has just joined may stay unmapped
 _CLOSE_DEADLINE_S = 5.0
 _DIAL_S = 2.0
 _KEYS_IN_MESSAGE = 4
@@ -128,6 +131,7 @@ class MemPool:
         self._to_pool = int(L2G)
         self._from_pool = int(G2L)
         self._closed = False
+        atexit.register(self.close)  # the wheel crashes in a process that exits without leaving
 
     def register(self, address: int, nbytes: int) -> None:
         """Let `save` and `load` use a range of device or host memory."""
@@ -229,6 +233,7 @@ class MemPool:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         leaving = threading.Thread(target=self._store.close, name="leave pool", daemon=True)
         leaving.start()
         leaving.join(_CLOSE_DEADLINE_S)
@@ -240,7 +245,11 @@ class MemPool:
             raise ValueError(f"{len(pool)} pool and {len(memory)} memory addresses for {len(sizes)} sizes")
         if not sizes:
             return
-        code = self._store.batch_copy(list(pool), list(memory), list(sizes), direction)
+        deadline = time.monotonic() + _MAPPING_S
+        while (code := self._store.batch_copy(list(pool), list(memory), list(sizes), direction)) == _NOT_MAPPED:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_RETRY_INTERVAL_S)
         if code != 0:
             raise PoolError(
                 f"{verb} {sum(sizes)} bytes in {len(sizes)} pieces, the first at pool address {pool[0]:#x}, "

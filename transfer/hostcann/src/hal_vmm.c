@@ -54,9 +54,6 @@ struct reservation {
     size_t bytes;
 };
 
-HOSTCANN_API int halMemAddressFree(void *address);
-HOSTCANN_API int halMemUnmap(void *address);
-
 static pthread_mutex_t reservations_mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct reservation *reservations;
 
@@ -185,13 +182,28 @@ static struct reservation *take_reservation(const void *address)
     return found;
 }
 
-/* A restarted peer is given the addresses of its predecessor, whose import the wheel never unmaps: drop that one. */
-static bool drop_dead_import(void *address)
+static int free_reservation(void *address)
+{
+    struct reservation *found = take_reservation(address);
+    if (found == NULL)
+        return DRV_ERROR_INVALID_VALUE;
+    munmap(found->address, found->bytes);
+    free(found);
+    return DRV_OK;
+}
+
+/*
+ * A restarted peer is given the addresses of its predecessor. The wheel unmaps that one's memory but keeps the address
+ * range, or has not noticed the death yet: free the range when nothing alive is mapped there.
+ */
+static bool drop_stale_reservation(void *address)
 {
     struct hc_region region;
-    if (!hc_region_find(address, &region) || !hc_peer_is_dead(region.peer))
-        return false;
-    return halMemUnmap(address) == DRV_OK && halMemAddressFree(address) == DRV_OK;
+    if (hc_region_find(address, &region)) {
+        if (!hc_peer_is_dead(region.peer) || !hc_region_remove(address, &region))
+            return false;
+    }
+    return free_reservation(address) == DRV_OK;
 }
 
 HOSTCANN_API int halMemAddressReserve(void **address, size_t bytes, size_t alignment, void *hint, uint64_t flag)
@@ -203,7 +215,7 @@ HOSTCANN_API int halMemAddressReserve(void **address, size_t bytes, size_t align
         return DRV_ERROR_OUT_OF_MEMORY;
     int where = hint == NULL ? 0 : MAP_FIXED_NOREPLACE;
     void *got = mmap(hint, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | where, -1, 0);
-    if (got == MAP_FAILED && errno == EEXIST && drop_dead_import(hint))
+    if (got == MAP_FAILED && errno == EEXIST && drop_stale_reservation(hint))
         got = mmap(hint, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | where, -1, 0);
     if (got == MAP_FAILED) {
         fprintf(stderr, "hostcann: cannot reserve %zu bytes at %p: %s\n", bytes, hint, strerror(errno));
@@ -220,12 +232,7 @@ HOSTCANN_API int halMemAddressReserve(void **address, size_t bytes, size_t align
 
 HOSTCANN_API int halMemAddressFree(void *address)
 {
-    struct reservation *found = take_reservation(address);
-    if (found == NULL)
-        return DRV_ERROR_INVALID_VALUE;
-    munmap(found->address, found->bytes);
-    free(found);
-    return DRV_OK;
+    return free_reservation(address);
 }
 
 HOSTCANN_API int halMemMap(void *address, size_t bytes, size_t offset, struct vmm_handle *handle, uint64_t flag)
@@ -244,7 +251,7 @@ HOSTCANN_API int halMemUnmap(void *address)
     struct hc_region region;
     if (!hc_region_remove(address, &region))
         return DRV_ERROR_INVALID_VALUE;
-    /* Back to reserved address space: the reservation around it is still the caller's. */
+    /* Nothing is mapped over it: the address range around it is still the caller's. */
     void *got = mmap(address, region.end - region.start, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return got == MAP_FAILED ? DRV_ERROR_INNER : DRV_OK;
