@@ -40,7 +40,7 @@ test: setup
 	$(BIN)/python -m pytest $(TESTS)
 
 lint: setup
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 docs: setup

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -135,6 +137,29 @@ class Cluster:
         """POST of bytes which say they are JSON."""
         return self._http.post(path, content=body, headers={"Content-Type": "application/json"})
 
+    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """Events of a streamed answer, without the final [DONE], which must come. Closing it early disconnects."""
+        with self._http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            done = False
+            for line in response.iter_lines():
+                assert not (done and line), f"an event after [DONE]: {line}"
+                if line == "data: [DONE]":
+                    done = True
+                elif line:
+                    yield json.loads(line.removeprefix("data: "))
+            assert done, "the stream ended without [DONE]"
+
+    def post_and_leave(self, path: str, body: object, after_s: float) -> None:
+        """POST by a client that closes its connection before the answer comes."""
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(self.http_url + path, json=body, timeout=httpx.Timeout(30, read=after_s))
+            raise ClusterError(f"the answer came within {after_s} s")
+
+    def get(self, path: str) -> httpx.Response:
+        """GET."""
+        return self._http.get(path)
+
     def complete(self, prompt: Sequence[int] | str, max_tokens: int, **fields: object) -> Completion:
         """Greedy completion of one prompt over POST /v1/completions (fields override); fails on any other status."""
         body = {
@@ -151,7 +176,9 @@ class Cluster:
         choice = answer["choices"][0]
         return Completion(choice["token_ids"], choice["text"], choice["finish_reason"], answer)
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int, **fields: object) -> list[Completion]:
+    def complete_all(
+        self, prompts: Sequence[Sequence[int] | str], max_tokens: int, **fields: object
+    ) -> list[Completion]:
         """All prompts at the same time, one thread each."""
         answers: list[Completion | BaseException | None] = [None] * len(prompts)
 

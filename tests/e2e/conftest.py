@@ -37,7 +37,7 @@ def oracles(checkpoints: dict[str, Path]) -> dict[str, Oracle]:
     return {name: Oracle(folder) for name, folder in checkpoints.items()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def passkey_cluster(checkpoints: dict[str, Path]) -> Iterator[Cluster]:
     """The trained model with its tokenizer, one prefill and one decode worker."""
     with Cluster(checkpoints["passkey"], BASE) as cluster:
