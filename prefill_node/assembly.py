@@ -160,7 +160,7 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStac
         dram_bytes=config.pool.dram_bytes,
         # Twice the ranks: a restarted worker may join before its predecessor has left.
         world_size=2 * config.prefill.groups * config.prefill.tp,
-        timeout_s=math.ceil(config.pool.timeout_s),
+        timeout_s=math.ceil(config.pool.timeout_s / 2),  # an operation makes up to two calls to the meta service
     )
     stack.callback(pool.close)
     for address, nbytes in buffers.regions():

@@ -89,7 +89,7 @@ class PrefillBackend:
         """See `AttentionBackend.attend`. Raises GateStuck or PoolStuck: the process must end."""
         batch = self._current()
         buffer = self._buffers.of_layer(layer)
-        self._open(layer)
+        self._gate.wait(self._plan.slot_of_layer[layer])  # what failed has been reported by the saver and the publisher
         if self._plan.is_reused(layer):
             self.errors.update(self._loader.load(layer, self._healthy(), self._earlier))
         self._write(buffer, batch, ckv, k_rope, indexer)
@@ -128,12 +128,6 @@ class PrefillBackend:
             except PoolError as error:
                 self.errors[chunk.request_id] = str(error)
         return found
-
-    def _open(self, layer: int) -> None:
-        """Waits until nobody needs what the slot holds. Lost reads are reported by the publisher."""
-        for failure in self._gate.wait(self._plan.slot_of_layer[layer]):
-            if failure.consumer.kind == "save":
-                self._saver.save_failed(failure.consumer.ident, failure.reason)
 
     def _write(
         self, buffer: SlotTensors, batch: StepBatch, ckv: Tensor, k_rope: Tensor, indexer: IndexerQuery | None

@@ -44,17 +44,19 @@ class PoolClient(Protocol):
 
 
 class PoolStuck(RuntimeError):
-    """A pool call did not return in time. It may still touch our memory, so the process must end."""
+    """The pool did not return from its calls in time. It may still touch our memory, so the process must end."""
 
 
 class PoolThread:
     """Runs pool calls one after the other on a thread of its own.
 
-    Invariant: whoever waits for a call waits no longer than the timeout (test_every_wait_has_a_deadline).
+    Invariant: whoever waits for a call waits no longer than twice the timeout (test_every_wait_has_a_deadline); twice,
+    so that calls which the pool itself gives up in time are errors of a request, not the end of the process.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        """`timeout_s` is the deadline of one pool operation."""
+        self._patience_s = 2 * timeout_s
         self.failure = ""  # why the thread ended early
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -67,7 +69,7 @@ class PoolThread:
     def run(self, what: str, call: Callable[[], T]) -> T:
         """Runs `call` after all earlier ones and returns its result or raises its error.
 
-        Raises PoolStuck, naming `what`, when that takes longer than the timeout.
+        Raises PoolStuck, naming `what`, when that takes too long.
         """
         future: Future[T] = Future()
 
@@ -79,14 +81,19 @@ class PoolThread:
 
         self.submit(resolve)
         try:
-            return future.result(self._timeout_s)
+            return future.result(self._patience_s)
         except FutureTimeout:
-            raise PoolStuck(f"the pool did not {what} within pool.timeout_s = {self._timeout_s:g} s") from None
+            raise PoolStuck(
+                f"the pool did not {what} within {self._patience_s:g} s, twice pool.timeout_s{self._because()}"
+            ) from None
 
     def close(self) -> None:
         """Lets the queued calls end; gives up after a few seconds."""
         self._tasks.put(None)
         self._thread.join(_STOP_S)
+
+    def _because(self) -> str:
+        return f" ({self.failure})" if self.failure else ""
 
     def _run(self) -> None:
         try:

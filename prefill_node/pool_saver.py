@@ -46,9 +46,9 @@ class PoolSaver:
     the order of those calls. Each TP rank saves objects of its own: a MemCache client finds an address only if it
     allocated or leased the object itself, and takes it for the old one's when another client has removed that.
 
-    Invariant: for every save added to the gate, `gate.done` is called when the pool has
-    stopped reading the buffer, whether it failed or not (test_a_failed_save_opens_the_gate). A request whose save
-    failed stays out of the pool; the others are not affected.
+    Invariant: for every save added to the gate, `gate.done` is called when the pool has stopped reading the buffer,
+    whether it failed or not (test_a_failed_save_opens_the_gate). A request whose save failed stays out of the pool; the
+    others are not affected.
     """
 
     def __init__(
@@ -69,9 +69,8 @@ class PoolSaver:
         self._timeout_s, self._lease_ms = timeout_s, int(lease_s * 1000)
         self._thread = PoolThread("pool-saver", timeout_s)
         self._requests: dict[str, _Saved] = {}
-        self._saves: dict[int, tuple[str, ...]] = {}  # save ident -> its requests
         self._idents = itertools.count(1)
-        self._lock = threading.Lock()  # counters and the two maps
+        self._lock = threading.Lock()  # counters and the map
         self._objects = self._bytes_saved = self._failed = 0
         self._save_seconds = 0.0
 
@@ -85,23 +84,13 @@ class PoolSaver:
     def save(self, layer: int, chunks: Sequence[Chunk]) -> None:
         """Saves the blocks which `chunks` have written of `layer`; its slot's gate is closed until that is done."""
         slot = self._buffers.plan.slot_of_layer[layer]
-        ident = next(self._idents)
-        with self._lock:
-            self._saves[ident] = tuple(chunk.request_id for chunk in chunks)
-        consumer = Consumer("save", ident)
+        consumer = Consumer("save", next(self._idents))
         self._gate.add(slot, consumer, time.monotonic() + self._timeout_s)
         self._thread.submit(lambda: self._save(layer, slot, consumer, chunks))
 
     def end_step(self, chunks: Sequence[Chunk]) -> None:
         """The blocks' last layer has been saved: finishes and leases their objects."""
         self._thread.submit(lambda: self._finish(chunks))
-
-    def save_failed(self, ident: int, reason: str) -> None:
-        """The gate gave up on a save: its requests are not in the pool."""
-        with self._lock:
-            requests = self._saves.pop(ident, ())
-        for request_id in requests:
-            self._fail(request_id, reason)
 
     def addresses(self, request_id: str, blocks: int) -> tuple[int, ...]:
         """Pool addresses of the request's first `blocks` blocks, after waiting for their saves.
@@ -183,7 +172,6 @@ class PoolSaver:
                 error = self._copy(layer, copy, members)
         finally:
             with self._lock:
-                self._saves.pop(consumer.ident, None)
                 self._save_seconds += time.monotonic() - started
             self._gate.done(slot, consumer, error)
 

@@ -1,0 +1,157 @@
+"""What prefill saves to the pool, what it reloads from it, and what happens when the pool fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from prefill_node.outcome import PrefillResult
+from prefill_node.pool_client import PoolStuck, PoolThread
+from prefill_node.reuse_gate import Consumer
+from prefill_node.steps import Chunk
+from transfer.mem_pool import PoolError
+
+
+def prompt(tokens):
+    return torch.randint(2, 320, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+
+
+def chunk(request_id, start, tokens, total, first_block=0):
+    blocks = tuple(range(first_block, first_block + -(-total // 16)))
+    return Chunk(request_id, start, tuple(range(tokens)), total, blocks, blocks)
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+def test_every_layer_of_every_block_is_saved(make_rig, shared):
+    rig = make_rig(budget=32, shared=shared)
+    saved = {}
+    remove = rig.pool.remove
+
+    def keep(keys):
+        saved.update((key, bytes(rig.pool.objects[key].raw)) for key in keys)
+        return remove(keys)
+
+    rig.pool.remove = keep
+    rig.submit("a", prompt(75))
+    rig.run("a")
+    rig.settle()
+    assert sorted(saved) == [f"model@a@{block}@0" for block in range(5)]
+    for layer in range(4):
+        for kind, (offset, size) in zip(("ckv", "k_rope", "indexer"), rig.saver._layout.parts(layer), strict=True):
+            for block, (_, stored) in enumerate(sorted(saved.items())):
+                published = rig.reader.rows[layer, "a", kind][block].numpy().tobytes()
+                rows = min(16, 75 - block * 16)
+                assert stored[offset : offset + size * rows // 16] == published[: size * rows // 16]
+    assert rig.saver.counters().bytes_saved == 5 * rig.saver._layout.object_bytes
+
+
+def test_reloads_cover_the_earlier_rows_of_reused_layers_only(make_rig):
+    rig = make_rig(budget=32, shared=1)
+    rig.submit("a", prompt(75))
+    rig.run("a")
+    per_block = sum(size for layer in (1, 2, 3) for _, size in rig.saver._layout.parts(layer))
+    assert rig.loader.counters().bytes_loaded == (2 + 4) * per_block
+
+
+def test_a_failed_save_opens_the_gate(make_rig):
+    rig = make_rig()
+    rig.pool.fail.add("save")
+    rig.saver.begin_step([chunk("a", 0, 16, 40)])
+    rig.saver.save(1, [chunk("a", 0, 16, 40)])
+    failures = rig.gate.wait(rig.buffers.plan.slot_of_layer[1])
+    assert [failure.consumer for failure in failures] == [Consumer("save", 1)]
+    assert "save fails on demand" in failures[0].reason
+    with pytest.raises(PoolError, match=r"request 'a'.*save fails on demand"):
+        rig.saver.addresses("a", 1)
+
+
+def test_a_late_save_keeps_its_slot_closed_until_it_ends(make_rig):
+    rig = make_rig(pool_timeout_s=0.1)
+    release = threading.Event()
+    save = rig.pool.save
+    rig.pool.save = lambda *copy: (release.wait(5), save(*copy))[1]
+    rig.saver.begin_step([chunk("a", 0, 16, 40)])
+    rig.saver.save(1, [chunk("a", 0, 16, 40)])
+    threading.Timer(0.4, release.set).start()
+    started = time.monotonic()
+    failures = rig.gate.wait(rig.buffers.plan.slot_of_layer[1])
+    assert time.monotonic() - started > 0.25
+    assert ["did not end before its deadline" in failure.reason for failure in failures] == [True]
+    assert rig.saver.counters().bytes_saved > 0  # late, but complete
+
+
+def test_a_request_dropped_before_its_objects_are_finished_leaves_none(make_rig):
+    rig = make_rig()
+    first = chunk("a", 0, 16, 40)
+    rig.saver.begin_step([first])
+    rig.saver.save(0, [first])
+    rig.saver.end_step([first])
+    rig.saver.begin_step([chunk("a", 16, 24, 40)])
+    rig.saver.settle()
+    assert rig.saver.counters().objects == 3
+    rig.saver.release("a")
+    rig.saver.settle()
+    assert rig.pool.objects == {}
+    assert (rig.saver.counters().objects, rig.saver.counters().object_bytes) == (0, 0)
+    rig.saver.release("a")
+    rig.saver.settle()
+
+
+def test_rows_that_were_never_saved_are_not_found(make_rig):
+    rig = make_rig()
+    with pytest.raises(PoolError, match=r"only 0 of its first 2 blocks were saved"):
+        rig.saver.addresses("unknown", 2)
+
+
+def test_a_full_pool_fails_only_who_does_not_fit(make_rig):
+    rig = make_rig(budget=64, shared=1)
+    alloc = rig.pool.alloc
+
+    def nearly_full(keys, sizes, *, wait_s=0.0):
+        if any("@big@" in key for key in keys) and len(rig.pool.objects) > 3:
+            raise PoolError("no room in the pool")
+        return alloc(keys, sizes, wait_s=wait_s)
+
+    rig.pool.alloc = nearly_full
+    rig.submit("big", prompt(200))
+    rig.submit("small", prompt(50))
+    rig.run("big", "small")
+    assert "no room in the pool" in rig.outcomes["big"].text
+    assert isinstance(rig.outcomes["small"], PrefillResult)
+    rig.settle()
+    assert rig.pool.objects == {}
+
+
+def test_every_wait_has_a_deadline():
+    thread = PoolThread("test", timeout_s=0.1)
+    release = threading.Event()
+    thread.submit(lambda: release.wait(5) and None)
+    started = time.monotonic()
+    with pytest.raises(PoolStuck, match=r"did not load layer 3 within 0\.2 s"):
+        thread.run("load layer 3", lambda: None)
+    assert time.monotonic() - started < 2
+    release.set()
+    thread.close()
+
+
+def test_a_pool_thread_that_dies_says_why():
+    thread = PoolThread("test", timeout_s=0.1)
+    thread.submit(lambda: {}["a defect"])
+    with pytest.raises(PoolStuck, match="test ended: KeyError"):
+        thread.run("answer", lambda: None)
+    assert thread.failure.startswith("test ended: ")
+
+
+def test_errors_of_a_call_reach_its_caller():
+    thread = PoolThread("test", timeout_s=1.0)
+
+    def fail():
+        raise PoolError("no")
+
+    with pytest.raises(PoolError, match="no"):
+        thread.run("answer", fail)
+    assert thread.run("answer", lambda: 7) == 7
+    thread.close()
