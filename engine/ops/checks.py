@@ -24,6 +24,15 @@ def check_tensor(
     Raises:
         ValueError: It is not.
     """
+    check_layout(name, tensor, shape, dtypes)
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; legal: cpu")
+
+
+def check_layout(
+    name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: torch.dtype | Sequence[torch.dtype]
+) -> None:
+    """``check_tensor`` for a tensor on any device."""
     legal = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if tensor.dtype not in legal:
         raise ValueError(f"{name} is {tensor.dtype}; legal: {', '.join(map(str, legal))}")
@@ -34,8 +43,6 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(given)}; legal: [{wanted}]")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())} for shape {list(given)}; it must be contiguous")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}; legal: cpu")
 
 
 def check_positive(name: str, value: int) -> None:
