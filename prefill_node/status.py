@@ -35,7 +35,7 @@ def add_scheduling(status: common_pb2.WorkerStatus, snapshot: Snapshot, max_wait
 
 
 def add_saves(status: common_pb2.WorkerStatus, saves: SaveCounters, pool_bytes: int) -> None:
-    """This rank's objects in the pool; its own share of the pool is their size if all ranks give the same."""
+    """This rank's objects in the pool, against the memory it gives to the pool."""
     status.pools.add(name="pool_bytes", used=saves.object_bytes, total=pool_bytes, unit="bytes")
     status.gauges["pool_objects"] = saves.objects
     status.counters["bytes_saved"] = saves.bytes_saved

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 from engine.config import SluiceConfig, build_config
 from transfer import hostcann
@@ -142,16 +144,40 @@ def deploy(tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
         deployment.__exit__()
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize(("tp", "decode_tp", "shared"), [(1, 1, 1), (2, 1, 2), (2, 2, 1)])
-def test_prefill_over_the_wheels_delivers_what_a_dense_model_computes(deploy, tp, decode_tp, shared):
-    deployment = deploy(decode_tp, tp=tp, shared_buffers=shared, max_tokens_per_step=96, kv_blocks=64)
-    found = deployment.read()
+def assert_delivered(found: dict[str, Any], decode_tp: int, shared: int) -> None:
     for name, request in found["requests"].items():
-        assert request["ended"] == [None] * decode_tp, (name, request, deployment.logs())
+        assert request["ended"] == [None] * decode_tp, (name, request)
         assert request["token"] == request["expected"], name
         assert request["error"] < 2e-4, name
     assert {name: used for name, (used, _) in found["pools"].items()} == dict.fromkeys(found["pools"], 0)
     assert found["gauges"]["layer_buffers"] == 1 + shared
     assert found["counters"]["bytes_saved"] > 0 < found["counters"]["bytes_loaded"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("tp", "decode_tp"), [(1, 1), (2, 2)])
+def test_prefill_over_the_wheels_delivers_what_a_dense_model_computes(deploy, tp, decode_tp):
+    deployment = deploy(decode_tp, tp=tp, shared_buffers=1, max_tokens_per_step=96, kv_blocks=64)
+    assert_delivered(deployment.read(), decode_tp, shared=1)
     assert deployment.stop_workers() == [0] * tp
+
+
+@pytest.mark.cluster
+def test_a_killed_follower_ends_its_leader(deploy):
+    deployment = deploy(1, tp=2, shared_buffers=2, max_tokens_per_step=96, kv_blocks=64)
+    found = deployment.read()
+    assert_delivered(found, decode_tp=1, shared=2)
+    deployment.workers[1].kill()
+    deployment.workers[1].wait(10)
+    time.sleep(0.2)
+    request = worker_pb2.PrefillRequest(
+        request_id="late",
+        prompt=[2, 3],
+        sampling=common_pb2.SamplingParams(max_tokens=1),
+        destination=worker_pb2.Destination(request_id="late"),
+    )
+    with grpc.insecure_channel(found["leader"]) as channel, pytest.raises(grpc.RpcError) as caught:
+        worker_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert deployment.workers[0].wait(15) == 1
+    assert "prefill-0: rank 1 takes no commands any more" in deployment.logs()

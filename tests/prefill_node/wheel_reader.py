@@ -213,7 +213,7 @@ async def _main(config: SluiceConfig) -> dict[str, Any]:
         "pools": {pool.name: [pool.used, pool.total] for pool in status.pools},
         "counters": dict(status.counters),
         "gauges": dict(status.gauges),
-        "session": workers[0].worker_id,
+        "leader": workers[0].grpc_address,
     }
 
 
