@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,15 @@ def test_every_open_field_is_filled_and_the_file_says_the_same(model_dir: Path) 
     assert not run.run_dir.exists() and not run.device_root.exists()
 
 
-def test_a_named_run_folder_stays_and_serves_one_deployment_at_a_time(model_dir: Path, tmp_path: Path) -> None:
-    config = configured(model_dir, runtime={"run_dir": str(tmp_path / "run")})
-    if len(str(tmp_path / "run")) > 59:
-        pytest.skip("the temporary folder's name is too long for sockets")
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A temporary folder whose name leaves room for sockets."""
+    with tempfile.TemporaryDirectory(prefix="sluice-t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_named_run_folder_stays_and_serves_one_deployment_at_a_time(model_dir: Path, short_dir: Path) -> None:
+    config = configured(model_dir, runtime={"run_dir": str(short_dir / "run")})
     with resolved(config) as run:
         (run.log_dir / "a.log").write_text("kept")
         with pytest.raises(ConfigError, match=r"runtime\.run_dir.*used by another"), resolved(config):
