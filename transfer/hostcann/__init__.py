@@ -74,6 +74,7 @@ def environment(root: str | os.PathLike[str], chip: str, devices: int, hbm_bytes
         "HOSTCANN_DEVICES": str(devices),
         "HOSTCANN_HBM_BYTES": str(hbm_bytes),
         "ASCEND_HOME_PATH": str(built),
+        "ASCEND_OPP_PATH": str(built / "opp"),
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
         "LD_PRELOAD": ":".join(filter(None, preloads)),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
