@@ -10,7 +10,7 @@ PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
 .PHONY: setup proto native demo test lint docs bench clean
-setup: $(VENV)/.installed build/.native
+setup: $(VENV)/.installed build/.native build/torch_npu/.installed
 
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,12 @@ proto: proto/gen/.built
 
 $(VENV)/.installed: pyproject.toml constraints.txt proto/gen/.built
 	$(PIP) install -c constraints.txt -e '.[dev,build]'
+	touch $@
+
+# torch_npu lies apart from the environment: where it is found, torch loads it at its own import and transformers imports
+# it, and both fail without a driver. Tests that read its operators' schemas put it on their child's PYTHONPATH.
+build/torch_npu/.installed: constraints.txt $(VENV)/.tools
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(@D) torch_npu
 	touch $@
 
 build/.native: $(NATIVE) $(VENV)/.installed
