@@ -57,6 +57,7 @@ def lru_residency(
     stable_prefix: Tensor,
     generation: Tensor,
     row_index: Tensor,
+    query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
     lru_order: Tensor,
@@ -73,6 +74,7 @@ def lru_residency(
     results = [torch.empty_like(output, device="cpu") for output in outputs]
     torch.ops.sluice.lru_residency(
         *(argument.cpu() for argument in (topk_ids, stable_prefix, generation, row_index)),
+        None if query_ends is None else query_ends.cpu(),
         *state.values(),
         *results,
     )

@@ -38,9 +38,9 @@ _LAYOUTS = {
         scale=True,
     ),
     "lru_residency": _Layout(
-        "topk_ids stable_prefix generation row_index last_generation slot_to_token lru_order "
+        "topk_ids query_ends stable_prefix generation row_index last_generation slot_to_token lru_order "
         "slots miss_ids miss_slots miss_counts",
-        "rows topk state_rows capacity threads",
+        "rows topk requests miss_capacity state_rows capacity threads",
     ),
     "copy_sparse_flash_attention": _Layout(
         "query_rope query query_ends kv_lens cache_tokens topk_dst_slots topk_src_ids topk_miss_counts "

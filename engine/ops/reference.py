@@ -107,6 +107,7 @@ def lru_residency(
     stable_prefix: Tensor,
     generation: Tensor,
     row_index: Tensor,
+    query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
     lru_order: Tensor,
@@ -123,19 +124,21 @@ def lru_residency(
     for tensor in (slots, miss_ids, miss_slots):
         tensor.fill_(-1)
     miss_counts.fill_(0)
-    for row, state in enumerate(row_index.tolist()):
+    ends = torch.arange(1, len(topk_ids) + 1) if query_ends is None else query_ends
+    for request, span in enumerate(query_spans("query_ends", ends, len(topk_ids))):
+        state = int(row_index[request])
         if state < 0:
             continue
-        if last_generation[state] != generation[row]:
-            last_generation[state] = generation[row]
+        if last_generation[state] != generation[request]:
+            last_generation[state] = generation[request]
             slot_to_token[state] = -1
             lru_order[state] = torch.arange(capacity)
         tokens, order = slot_to_token[state].tolist(), lru_order[state].tolist()
         if sorted(order) != list(range(capacity)):
             raise ValueError(f"lru_order[{state}] is not a permutation of 0 to {capacity - 1}")
-        stable = max(int(stable_prefix[row]), 0)
-        wanted = topk_ids[row].tolist()
-        cached = dict.fromkeys(p for p in wanted if 0 <= p < stable)  # distinct, in top-k order
+        stable = max(int(stable_prefix[request]), 0)
+        wanted = topk_ids[span.start : span.stop].flatten().tolist()
+        cached = dict.fromkeys(p for p in wanted if 0 <= p < stable)  # distinct, in order of rows
         tokens = [-1 if token >= stable else token for token in tokens]
         hits = [slot for slot in order if tokens[slot] in cached]
         free = [slot for slot in order if tokens[slot] not in cached]
@@ -147,10 +150,11 @@ def lru_residency(
             tokens[slot] = position
         slot_to_token[state] = torch.tensor(tokens)
         lru_order[state] = torch.tensor(untouched + taken + hits)
-        slots[row] = torch.tensor([-1 if p < 0 else where[p] if p < stable else capacity + p - stable for p in wanted])
-        miss_ids[row, : len(misses)] = torch.tensor(misses, dtype=torch.int32)
-        miss_slots[row, : len(misses)] = torch.tensor(taken, dtype=torch.int32)
-        miss_counts[row] = len(misses)
+        at = [-1 if p < 0 else where[p] if p < stable else capacity + p - stable for p in wanted]
+        slots[span.start : span.stop] = torch.tensor(at, dtype=torch.int32).view(len(span), topk_ids.shape[1])
+        miss_ids[request, : len(misses)] = torch.tensor(misses, dtype=torch.int32)
+        miss_slots[request, : len(misses)] = torch.tensor(taken, dtype=torch.int32)
+        miss_counts[request] = len(misses)
 
 
 def copy_misses(

@@ -37,16 +37,22 @@ class ResidencyState(NamedTuple):
 class Residency(NamedTuple):
     """What one call decided; every element is written on every call."""
 
-    slots: Tensor  # [B, topk] int32, slot of each selected position, -1 where topk_ids is negative
-    miss_ids: Tensor  # [B, topk] int32, distinct positions to fetch, in top-k order, padded with -1
-    miss_slots: Tensor  # [B, topk] int32, the slots they go to, padded with -1
+    slots: Tensor  # [T, topk] int32, slot of each selected position, -1 where topk_ids is negative
+    miss_ids: Tensor  # [B, M] int32, distinct positions to fetch, in order of rows and top-k, padded with -1
+    miss_slots: Tensor  # [B, M] int32, the slots they go to, padded with -1
     miss_counts: Tensor  # [B] int32
 
     @staticmethod
-    def empty(rows: int, topk: int) -> Residency:
-        """Uninitialised outputs for ``rows`` rows, to be passed as ``out`` again and again."""
-        slots, miss_ids, miss_slots = torch.empty(3, rows, topk, dtype=torch.int32)
-        return Residency(slots, miss_ids, miss_slots, torch.empty(rows, dtype=torch.int32))
+    def empty(rows: int, topk: int, requests: int | None = None, rows_per_request: int = 1) -> Residency:
+        """Uninitialised outputs, to be passed as ``out`` again and again.
+
+        For ``rows`` query rows of ``requests`` requests (None: one each) of up to ``rows_per_request`` rows, so M is
+        ``rows_per_request * topk``.
+        """
+        requests = rows if requests is None else requests
+        miss_ids, miss_slots = torch.empty(2, requests, rows_per_request * topk, dtype=torch.int32)
+        slots = torch.empty(rows, topk, dtype=torch.int32)
+        return Residency(slots, miss_ids, miss_slots, torch.empty(requests, dtype=torch.int32))
 
 
 def lru_residency(
@@ -56,35 +62,46 @@ def lru_residency(
     row_index: Tensor,
     state: ResidencyState,
     out: Residency | None = None,
+    *,
+    query_ends: Tensor | None = None,
 ) -> Residency:
-    """Bring the hot buffers of B rows up to date with what they attend to next.
+    """Bring the hot buffers of B requests up to date with what their T query rows attend to next.
 
-    Per row: a selected position p below ``stable_prefix`` is a hit if a slot holds it, else a miss that takes the
-    oldest slot not hit in this call (its old contents are lost). The order of use becomes untouched slots, then this
-    call's misses, then its hits. A position named twice gets one slot and at most one miss. Positions at or above
-    ``stable_prefix`` are not cached here: their ``slots`` entry is ``capacity + (p - stable_prefix)``, an address in
-    the caller's tail region, and they are neither hit nor miss. Slots that hold such positions (after a rollback) are
-    emptied, and a row whose ``generation`` is not ``state.last_generation`` is emptied first: contents of another
-    request are never hits. The caller must copy the misses before it attends.
+    Per request, over the top-k of all its rows together: a selected position p below ``stable_prefix`` is a hit if a
+    slot holds it, else a miss that takes the oldest slot not hit in this call (its old contents are lost), so no row
+    loses what another row selected. The order of use becomes untouched slots, then this call's misses, then its hits.
+    A position named twice gets one slot and at most one miss. Positions at or above ``stable_prefix`` are not cached
+    here: their ``slots`` entry is ``capacity + (p - stable_prefix)``, an address in the caller's tail region, and they
+    are neither hit nor miss. Slots that hold such positions (after a rollback) are emptied, and a row of ``state``
+    whose ``generation`` is not ``state.last_generation`` is emptied first: contents of another request are never hits.
+    The caller must copy the misses before it attends.
 
     Args:
-        topk_ids: [B, topk] int32 source positions; negative entries are skipped.
+        topk_ids: [T, topk] int32 source positions; negative entries are skipped.
         stable_prefix: [B] int32, positions below it no longer change; negative counts as 0.
         generation: [B] int64, of the request in the row.
-        row_index: [B] int32, row of ``state``, distinct; negative: the row is skipped (-1 and 0 are put out).
+        row_index: [B] int32, row of ``state``, distinct; negative: the request is skipped (-1 and 0 are put out).
         state: Updated in place.
         out: Where to write; fresh tensors if None.
+        query_ends: [B] int32, cumulative number of query rows of each request; None: one row each, T = B.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: A dtype, shape, layout or value is illegal (the message names it); capacity is below topk; an
-            ``lru_order`` row is no permutation.
+        ValueError: A dtype, shape, layout or value is illegal (the message names it); capacity or M is below the
+            rows of a request times topk; an ``lru_order`` row is no permutation.
     """
-    result = Residency.empty(*topk_ids.shape) if out is None else out
-    _op(topk_ids, stable_prefix, generation, row_index, *state, *result)
-    return result
+    if out is None:
+        most = 1 if query_ends is None else rows_per_request(query_ends)
+        out = Residency.empty(topk_ids.shape[0], topk_ids.shape[1], len(stable_prefix), most)
+    _op(topk_ids, stable_prefix, generation, row_index, query_ends, *state, *out)
+    return out
+
+
+def rows_per_request(query_ends: Tensor) -> int:
+    """The most query rows of one request, given the cumulative numbers [B]; 0 without a request."""
+    return int(query_ends.diff(prepend=query_ends.new_zeros(1)).max()) if len(query_ends) else 0
 
 
 def _kernel(
@@ -92,6 +109,7 @@ def _kernel(
     stable_prefix: Tensor,
     generation: Tensor,
     row_index: Tensor,
+    query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
     lru_order: Tensor,
@@ -102,26 +120,35 @@ def _kernel(
 ) -> None:
     check_tensor("topk_ids", topk_ids, (None, None), torch.int32)
     rows, topk = topk_ids.shape
-    check_tensor("stable_prefix", stable_prefix, (rows,), torch.int32)
-    check_tensor("generation", generation, (rows,), torch.int64)
-    check_tensor("row_index", row_index, (rows,), torch.int32)
+    if query_ends is not None:
+        check_tensor("query_ends", query_ends, (None,), torch.int32)
+    requests = rows if query_ends is None else query_ends.shape[0]
+    wanted = topk * (1 if query_ends is None else rows_per_request(query_ends))
+    check_tensor("stable_prefix", stable_prefix, (requests,), torch.int32)
+    check_tensor("generation", generation, (requests,), torch.int64)
+    check_tensor("row_index", row_index, (requests,), torch.int32)
     check_tensor("slot_to_token", slot_to_token, (None, None), torch.int32)
     state_rows, capacity = slot_to_token.shape
     check_tensor("last_generation", last_generation, (state_rows,), torch.int64)
     check_tensor("lru_order", lru_order, (state_rows, capacity), torch.int32)
-    for name, tensor in (("slots", slots), ("miss_ids", miss_ids), ("miss_slots", miss_slots)):
-        check_tensor(name, tensor, (rows, topk), torch.int32)
-    check_tensor("miss_counts", miss_counts, (rows,), torch.int32)
-    if capacity < topk:
-        raise ValueError(f"slot_to_token holds {capacity} slots; legal: at least topk_ids.shape[1], {topk}")
+    check_tensor("slots", slots, (rows, topk), torch.int32)
+    check_tensor("miss_ids", miss_ids, (requests, None), torch.int32)
+    miss_capacity = miss_ids.shape[1]
+    check_tensor("miss_slots", miss_slots, (requests, miss_capacity), torch.int32)
+    check_tensor("miss_counts", miss_counts, (requests,), torch.int32)
+    for name, places in (("slot_to_token", capacity), ("miss_ids", miss_capacity)):
+        if places < wanted:
+            legal = f"at least topk_ids.shape[1] for each row of a request, {wanted}"
+            raise ValueError(f"{name} holds {places} slots; legal: {legal}")
     state, out = ResidencyState(last_generation, slot_to_token, lru_order), (slots, miss_ids, miss_slots, miss_counts)
     if current_backend() == "reference":
-        reference.lru_residency(topk_ids, stable_prefix, generation, row_index, *state, *out)
+        reference.lru_residency(topk_ids, stable_prefix, generation, row_index, query_ends, *state, *out)
         return
     native.call(
         "lru_residency",
         {
             "topk_ids": topk_ids,
+            "query_ends": query_ends,
             "stable_prefix": stable_prefix,
             "generation": generation,
             "row_index": row_index,
@@ -129,6 +156,8 @@ def _kernel(
             **Residency(*out)._asdict(),
             "rows": rows,
             "topk": topk,
+            "requests": requests,
+            "miss_capacity": miss_capacity,
             "state_rows": state_rows,
             "capacity": capacity,
         },
@@ -136,7 +165,7 @@ def _kernel(
 
 
 _op = register(
-    "lru_residency(Tensor topk_ids, Tensor stable_prefix, Tensor generation, Tensor row_index, "
+    "lru_residency(Tensor topk_ids, Tensor stable_prefix, Tensor generation, Tensor row_index, Tensor? query_ends, "
     "Tensor(a!) last_generation, Tensor(b!) slot_to_token, Tensor(c!) lru_order, Tensor(d!) slots, "
     "Tensor(e!) miss_ids, Tensor(f!) miss_slots, Tensor(g!) miss_counts) -> ()",
     _kernel,

@@ -47,17 +47,18 @@ typedef struct {
 typedef struct {
   int64_t size;
   const int32_t* topk_ids;      // [rows, topk]
-  const int32_t* stable_prefix; // [rows]
-  const int64_t* generation;    // [rows]
-  const int32_t* row_index;     // [rows], negative: row is skipped
+  const int32_t* query_ends;    // [requests], cumulative; null: one row per request
+  const int32_t* stable_prefix; // [requests]
+  const int64_t* generation;    // [requests]
+  const int32_t* row_index;     // [requests], negative: request is skipped
   int64_t* last_generation;     // in/out [state_rows]
   int32_t* slot_to_token;       // in/out [state_rows, capacity]
   int32_t* lru_order;           // in/out [state_rows, capacity], oldest first
   int32_t* slots;               // out [rows, topk]
-  int32_t* miss_ids;            // out [rows, topk]
-  int32_t* miss_slots;          // out [rows, topk]
-  int32_t* miss_counts;         // out [rows]
-  int64_t rows, topk, state_rows, capacity, threads;
+  int32_t* miss_ids;            // out [requests, miss_capacity]
+  int32_t* miss_slots;          // out [requests, miss_capacity]
+  int32_t* miss_counts;         // out [requests]
+  int64_t rows, topk, requests, miss_capacity, state_rows, capacity, threads;
 } sluice_residency_args;
 
 typedef struct {
