@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,10 @@ class ModelConfig:
     """Everything the decoder needs to know about a `deepseek_v32` or `glm_moe_dsa` checkpoint.
 
     Fields keep the names of config.json. `index_owners[i]` is the layer whose top-k layer i attends to;
-    `moe_layers[i]` says whether layer i has experts; `eos_token_ids` end a generation (generation_config.json wins);
-    `quant_block` is the [rows, columns] block of FP8 weights, None for plain checkpoints.
+    `moe_layers[i]` says whether layer i has experts; `draft_layers` of the `num_nextn_predict_layers` layers for
+    multi-token prediction are served (see `with_draft`), numbered behind the others; `eos_token_ids` end a generation
+    (generation_config.json wins); `quant_block` is the [rows, columns] block of FP8 weights, None for plain
+    checkpoints.
     """
 
     model_type: str
@@ -82,6 +84,9 @@ class ModelConfig:
     intermediate_size: int
     moe_intermediate_size: int
     num_hidden_layers: int
+    num_nextn_predict_layers: int
+    draft_layers: int
+    draft_is_moe: bool
     num_attention_heads: int
     q_lora_rank: int
     kv_lora_rank: int
@@ -122,9 +127,29 @@ class ModelConfig:
         return scale * self.rope.yarn.softmax_scale if self.rope.yarn else scale
 
     @property
+    def num_layers(self) -> int:
+        """Layers with KV: those of the model and the served draft layers."""
+        return self.num_hidden_layers + self.draft_layers
+
+    @property
     def indexer_layers(self) -> tuple[int, ...]:
         """The layers with their own indexer, and so with an index-key cache, ascending."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if self.has_indexer(layer))
+        return tuple(layer for layer in range(self.num_layers) if self.has_indexer(layer))
+
+    def with_draft(self) -> ModelConfig:
+        """The same model with its first multi-token-prediction layer, as layer `num_hidden_layers`.
+
+        That layer has an indexer of its own, whatever the others share.
+
+        Raises:
+            ModelConfigError: the checkpoint has no such layer.
+        """
+        if self.num_nextn_predict_layers < 1:
+            field = "num_nextn_predict_layers"
+            raise ModelConfigError("config.json", field, self.num_nextn_predict_layers, "1 or more, to draft tokens")
+        layer = self.num_hidden_layers
+        owners, moe = self.index_owners[:layer], self.moe_layers[:layer]
+        return replace(self, draft_layers=1, index_owners=(*owners, layer), moe_layers=(*moe, self.draft_is_moe))
 
     def has_indexer(self, layer: int) -> bool:
         """Whether `layer` runs an indexer (True) or reuses the top-k of `index_owners[layer]` (False)."""
@@ -164,6 +189,9 @@ class ModelConfig:
             intermediate_size=reader.integer("intermediate_size"),
             moe_intermediate_size=reader.integer("moe_intermediate_size"),
             num_hidden_layers=layers,
+            num_nextn_predict_layers=reader.integer("num_nextn_predict_layers", 0, minimum=0),
+            draft_layers=0,
+            draft_is_moe=_draft_is_moe(reader, layers),
             num_attention_heads=reader.integer("num_attention_heads"),
             q_lora_rank=reader.integer("q_lora_rank"),
             kv_lora_rank=reader.integer("kv_lora_rank"),
@@ -230,6 +258,14 @@ def _read_moe_layers(reader: FieldReader, layers: int) -> tuple[bool, ...]:
     if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in ("dense", "sparse") for kind in kinds):
         raise reader.error("mlp_layer_types", kinds, f'a list of {layers} entries, each "dense" or "sparse"')
     return tuple(kind == "sparse" for kind in kinds[:layers])
+
+
+def _draft_is_moe(reader: FieldReader, layers: int) -> bool:
+    """Whether the layer behind the last one, for multi-token prediction, has experts."""
+    kinds = reader.raw("mlp_layer_types")
+    if kinds is None:
+        return layers >= reader.integer("first_k_dense_replace", minimum=0)
+    return bool(kinds[layers] == "sparse") if len(kinds) > layers else "sparse" in kinds
 
 
 def _read_dtype(reader: FieldReader) -> str:

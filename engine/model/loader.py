@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoint import Checkpoint, CheckpointError
 from engine.model.config import ModelConfig
 from engine.model.shard import Shard, check_divisible
 from engine.model.weights import (
     AttentionWeights,
+    DraftWeights,
     IndexerWeights,
     LayerWeights,
     MlpWeights,
@@ -36,8 +37,8 @@ def load_weights(
     """Load this rank's part of the checkpoint; slices of other ranks are never read.
 
     Attention heads, routed experts and the intermediate width of dense and shared blocks are split over the ranks
-    of `shard` (None: a single rank). Layers past `num_hidden_layers` (multi-token prediction) and indexers of
-    layers that reuse another's top-k are not loaded.
+    of `shard` (None: a single rank). Indexers of layers that reuse another's top-k are not loaded, and of the layers
+    past `num_hidden_layers` (multi-token prediction) the first one only if `config.draft_layers` asks for it.
 
     Raises:
         CheckpointError: a tensor is missing or mis-shaped.
@@ -52,13 +53,16 @@ def load_weights(
         for layer in range(config.num_hidden_layers):
             layers.append(loader.layer(layer))
             if progress is not None:
-                progress(layer + 1, config.num_hidden_layers)
+                progress(layer + 1, config.num_layers)
         norm = loader.vector("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
             lm_head = embed
         else:
             lm_head = loader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
-    return ModelWeights(embed=embed, layers=tuple(layers), norm=norm, lm_head=lm_head)
+        draft = loader.draft(embed, lm_head) if config.draft_layers else None
+        if progress is not None and draft is not None:
+            progress(config.num_layers, config.num_layers)
+    return ModelWeights(embed=embed, layers=tuple(layers), norm=norm, lm_head=lm_head, draft=draft)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,26 @@ class _Loader:
             mlp=self._moe(prefix + "mlp.")
             if self.config.moe_layers[layer]
             else self._split_mlp(prefix + "mlp.", self.config.intermediate_size),
+        )
+
+    def draft(self, embed: Tensor, lm_head: Tensor) -> DraftWeights:
+        """The first multi-token-prediction layer, with the model's embedding and head unless it brings its own."""
+        layer, hidden, vocab = self.config.num_hidden_layers, self.config.hidden_size, self.config.vocab_size
+        prefix = f"model.layers.{layer}."
+        if prefix + "eh_proj.weight" not in self.checkpoint:
+            raise CheckpointError(
+                f"decode.speculative_tokens: the checkpoint holds no weights of its multi-token-prediction layer "
+                f"({prefix}eh_proj.weight is missing); legal: 0"
+            )
+        own_embed, own_head = prefix + "embed_tokens.weight", prefix + "shared_head.head.weight"
+        return DraftWeights(
+            embed=self.matrix(own_embed, vocab, hidden) if own_embed in self.checkpoint else embed,
+            embed_norm=self.vector(prefix + "enorm.weight", hidden),
+            hidden_norm=self.vector(prefix + "hnorm.weight", hidden),
+            project=self.matrix(prefix + "eh_proj.weight", hidden, 2 * hidden),
+            layer=self.layer(layer),
+            norm=self.vector(prefix + "shared_head.norm.weight", hidden),
+            lm_head=self.matrix(own_head, vocab, hidden) if own_head in self.checkpoint else lm_head,
         )
 
     def _attention(self, prefix: str, has_indexer: bool) -> AttentionWeights:

@@ -68,6 +68,19 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class DraftWeights:
+    """The multi-token-prediction layer; embedding and head are the model's own where the checkpoint has none."""
+
+    embed: Tensor  # [vocab, H]
+    embed_norm: Tensor  # [H] enorm
+    hidden_norm: Tensor  # [H] hnorm
+    project: Tensor  # [H, 2*H] eh_proj, over (embedding, hidden)
+    layer: LayerWeights
+    norm: Tensor  # [H] shared_head.norm
+    lm_head: Tensor  # [vocab, H]
+
+
+@dataclass(frozen=True)
 class ModelWeights:
     """The whole decoder; embedding and output head are the same on every rank (and one tensor when tied)."""
 
@@ -75,3 +88,4 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [H]
     lm_head: Tensor  # [vocab, H]
+    draft: DraftWeights | None = None
