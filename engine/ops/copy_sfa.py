@@ -103,7 +103,7 @@ def _kernel(
     dram_kv_cache: Tensor,
     scale_value: float,
     attention_out: Tensor,
-    copied_bytes: Tensor | None,
+    copied_bytes: Tensor | None = None,  # the dispatcher leaves a trailing default out
 ) -> None:
     check_tensor("query", query, (None, None, None), FLOAT_DTYPES)
     rows, heads, latent = query.shape
