@@ -126,6 +126,12 @@ class RuntimeSection(Section):
     lost_after_s: Seconds = Field(10.0, description="a worker silent for this long is lost")
     collective_timeout_s: Seconds = Field(120.0, description="longest wait of one rank for the others")
     request_timeout_s: Seconds = Field(600.0, description="longest life of one request")
+    max_reruns: Annotated[int, Field(ge=0)] = Field(
+        3, description="how often a request whose worker was lost goes on elsewhere; preemptions do not count"
+    )
+    rerun_wait_s: Seconds = Field(
+        60.0, description="how long such a request waits for a group that can go on with it, then 503"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of every process")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from types import TracebackType
 
 import grpc
@@ -16,6 +17,13 @@ from meta_server.request import GenerationRequest
 from meta_server.worker_failure import explain
 
 _CLOSE_S = 2.0  # how long a worker gets to end a stream on which it has sent Finished
+
+
+_GOOD_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
+
+class Preempted(Exception):
+    """Decode took the request's memory for others; what is left of it may be run at once, by the same worker too."""
 
 
 class DecodeSession:
@@ -58,9 +66,15 @@ class DecodeSession:
     async def admit(self) -> worker_pb2.Destination:
         """Asks decode for the request's blocks; returns once they are reserved, which may take as long as a queue."""
         request = self._request
-        admit = worker_pb2.Admit(request_id=request.wire_id, prompt=request.prompt, sampling=request.sampling_message())
+        admit = worker_pb2.Admit(
+            request_id=request.wire_id,
+            prompt=request.prompt,
+            sampling=request.sampling_message(),
+            resumed=request.resumed,
+        )
         await self._write(worker_pb2.DecodeSessionRequest(admit=admit))
         event = await self.next()
+        self._check_preempted(event)
         if event.WhichOneof("event") != "destination":
             raise self._out_of_order(event, "a destination")
         return event.destination
@@ -79,16 +93,29 @@ class DecodeSession:
         self._finished = event.WhichOneof("event") == "finished"
         return event
 
-    async def broken(self) -> RequestFailed:
+    async def broken(self) -> RequestFailed | Preempted:
         """Waits, between destination and prefilled, until the session breaks; returns why.
 
-        Only an end is legal there, so an event is a failure too. Cancelling the wait changes nothing.
+        Only an end is legal there, so a token is a failure too. Cancelling the wait changes nothing.
         """
         try:
             event = await self.next()
-        except RequestFailed as failure:
+            self._check_preempted(event)
+        except (RequestFailed, Preempted) as failure:
             return failure
         return self._out_of_order(event, "nothing before prefill is done")
+
+    async def tokens(self) -> Sequence[common_pb2.Token] | common_pb2.FinishReason.ValueType:
+        """After `start`: the next tokens, or why decode has finished. Raises Preempted too."""
+        event = await self.next()
+        self._check_preempted(event)
+        match event.WhichOneof("event"):
+            case "tokens":
+                return event.tokens.tokens
+            case "finished" if event.finished.reason in _GOOD_ENDS:
+                return event.finished.reason
+            case _:
+                raise self._out_of_order(event, "tokens or their end")
 
     async def _read(self) -> worker_pb2.DecodeSessionResponse:
         try:
@@ -111,6 +138,10 @@ class DecodeSession:
             return unavailable(f"decode worker {self._worker.info.worker_id} ended the request without finishing it")
         return await explain(self._channels, self._worker, "decode", code, details or "")
 
+    def _check_preempted(self, event: worker_pb2.DecodeSessionResponse) -> None:
+        if event.WhichOneof("event") == "finished" and event.finished.reason == common_pb2.FINISH_REASON_PREEMPTED:
+            raise Preempted(f"decode worker {self._worker.info.worker_id} needed its memory for other requests")
+
     def _out_of_order(self, event: worker_pb2.DecodeSessionResponse, expected: str) -> RequestFailed:
-        kind = event.WhichOneof("event")
-        return unavailable(f"decode worker {self._worker.info.worker_id} sent {kind!r}, expected {expected}")
+        sent = str(event).strip()
+        return unavailable(f"decode worker {self._worker.info.worker_id} sent {sent!r}, expected {expected}")

@@ -13,8 +13,9 @@ from meta_server.errors import Failure, FailureKind, RequestFailed, invalid, una
 from meta_server.lifecycle import Generation
 from meta_server.metrics import Metrics
 from meta_server.output import OutputText
+from meta_server.progress import Progress
 from meta_server.registry import DECODE, PREFILL, Registry
-from meta_server.request import Event, Final, GenerationRequest
+from meta_server.request import Event, Final, GenerationRequest, RunTerms
 from meta_server.router import Router
 from meta_server.validation import Capacity, RequestValidator
 
@@ -31,7 +32,7 @@ class Frontend:
         validator: RequestValidator,
         registry: Registry,
         metrics: Metrics,
-        request_timeout_s: float,
+        terms: RunTerms,
         router: Router | None = None,
     ) -> None:
         self.validator = validator
@@ -39,7 +40,7 @@ class Frontend:
         self.metrics = metrics
         self.channels = WorkerChannels()
         self.router = router or Router(registry)
-        self._request_timeout_s = request_timeout_s
+        self._terms = terms
         self._running: dict[str, Generation] = {}
         self._stopping = False
         self._born = time.monotonic()
@@ -110,11 +111,13 @@ class Frontend:
         generation = Generation(
             request,
             OutputText(validator.tokenizer, request.sampling, validator.model.eos_token_ids),
+            Progress(request, validator.model.eos_token_ids),
             emit,
+            self.metrics.rerun,
             registry=self.registry,
             router=self.router,
             channels=self.channels,
-            deadline_s=self._request_timeout_s,
+            terms=self._terms,
         )
 
         def on_end(final: Final) -> None:

@@ -36,6 +36,12 @@ class Metrics:
             buckets=_TOKEN_BUCKETS,
             registry=self.prometheus,
         )
+        self._reruns = Counter(
+            "sluice_reruns",
+            "Runs of requests that were interrupted and gone on with",
+            ["cause"],
+            registry=self.prometheus,
+        )
         self.in_flight = Gauge("sluice_requests_in_flight", "Running requests", registry=self.prometheus)
         self.prometheus.register(_WorkerCollector(registry))
         self._totals: dict[str, float] = {
@@ -43,6 +49,8 @@ class Metrics:
             "requests_aborted": 0,
             "requests_failed": 0,
             "requests_refused": 0,
+            "reruns_lost": 0,
+            "reruns_preempted": 0,
             "prompt_tokens": 0,
             "completion_tokens": 0,
         }
@@ -54,6 +62,11 @@ class Metrics:
     def refused(self) -> None:
         """A request did not pass validation."""
         self._count("refused")
+
+    def rerun(self, cause: str) -> None:
+        """A run was interrupted, "lost" with a worker or "preempted" by decode, and its request goes on."""
+        self._reruns.labels(cause).inc()
+        self._totals[f"reruns_{cause}"] += 1
 
     def ended(self, final: Final) -> None:
         """A request that had passed validation ended with `final`."""

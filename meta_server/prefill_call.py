@@ -29,6 +29,7 @@ async def call_prefill(
         prompt=request.prompt,
         sampling=request.sampling_message(),
         destination=destination,
+        resumed=request.resumed,
     )
     try:
         return await stub.Prefill(message, timeout=timeout_s)

@@ -15,13 +15,15 @@ class GenerationRequest:
     """A request that is legal for the served model.
 
     `request_id` is what the client sees and is unique among running requests. `wire_id` names it on the workers; it is
-    unique for ever, so that an id can be used again while workers still clean up after its last use.
+    unique for ever, so that an id can be used again while workers still clean up after its last use. `resumed` marks
+    what is left of a request whose earlier run was interrupted.
     """
 
     request_id: str
     wire_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    resumed: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -43,6 +45,15 @@ class GenerationRequest:
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
         )
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """What bounds the life of every request; fields of `runtime` in the configuration."""
+
+    deadline_s: float
+    max_reruns: int = 3
+    rerun_wait_s: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,21 +37,25 @@ class Router:
         return Load() if open_load is None else Load(open_load.requests, open_load.tokens)
 
     @contextmanager
-    def claim_decode(self, tokens: int) -> Iterator[Replica]:
+    def claim_decode(self, tokens: int, avoid: Collection[str] = ()) -> Iterator[Replica]:
         """Picks the decode replica with most free capacity for a request of `tokens` (prompt + longest output).
+
+        Replicas whose leaders' epochs are in `avoid` are taken only if no other fits.
 
         Raises:
             RequestFailed: UNAVAILABLE when no complete replica can hold it.
         """
-        fitting = [replica for replica in self._registry.replicas(DECODE) if replica.max_request_tokens >= tokens]
+        fitting = self._fitting(DECODE, tokens)
         if not fitting:
             raise unavailable(f"no decode group that is ready can hold a request of {tokens} tokens")
-        with self._claim(self._least(fitting, self._decode_fill), tokens) as replica:
+        with self._claim(self._least(_others(fitting, avoid) or fitting, self._decode_fill), tokens) as replica:
             yield replica
 
     @contextmanager
-    def claim_prefill(self, tokens: int) -> Iterator[Replica]:
+    def claim_prefill(self, tokens: int, avoid: Collection[str] = ()) -> Iterator[Replica]:
         """Picks the prefill replica with the fewest prompt tokens given out, running ones included.
+
+        `avoid`: as for decode.
 
         Raises:
             RequestFailed: UNAVAILABLE when there is no complete replica.
@@ -59,8 +63,17 @@ class Router:
         replicas = self._registry.replicas(PREFILL)
         if not replicas:
             raise unavailable("no prefill group is ready")
-        with self._claim(self._least(replicas, lambda replica: self.load(replica.key).tokens), tokens) as replica:
+        choice = self._least(_others(replicas, avoid) or replicas, lambda replica: self.load(replica.key).tokens)
+        with self._claim(choice, tokens) as replica:
             yield replica
+
+    def can_run(self, tokens: int, prompt_tokens: int, avoid: Collection[str] = ()) -> bool:
+        """Whether a prefill and a decode replica, none of them to be avoided, can take such a request now."""
+        decode, prefill = self._fitting(DECODE, tokens), self._fitting(PREFILL, prompt_tokens)
+        return bool(_others(decode, avoid)) and bool(_others(prefill, avoid))
+
+    def _fitting(self, role: int, tokens: int) -> list[Replica]:
+        return [replica for replica in self._registry.replicas(role) if replica.max_request_tokens >= tokens]
 
     def _decode_fill(self, replica: Replica) -> float:
         """Fraction of the replica's scarcest resource that is given out; above 1 when requests wait there."""
@@ -87,3 +100,7 @@ class Router:
             load.tokens -= tokens
             if load.requests == 0:
                 self._loads.pop(replica.key, None)
+
+
+def _others(replicas: Sequence[Replica], avoid: Collection[str]) -> list[Replica]:
+    return [replica for replica in replicas if replica.leader.info.epoch not in avoid]

@@ -21,6 +21,7 @@ from meta_server.http_server import HttpServer
 from meta_server.metrics import Metrics
 from meta_server.openai.app import create_app
 from meta_server.registry import Registry
+from meta_server.request import RunTerms
 from meta_server.service import REGISTRY_SERVICE, SLUICE_SERVICE, RegistryService, SluiceService
 from meta_server.validation import RequestValidator
 
@@ -46,7 +47,9 @@ class MetaServer:
         validator = RequestValidator(config.model_name, model, max_model_len(config, model), tokenizer)
         self._config = config
         self.registry = Registry(config.runtime.lost_after_s)
-        self.frontend = Frontend(validator, self.registry, Metrics(self.registry), config.runtime.request_timeout_s)
+        runtime = config.runtime
+        terms = RunTerms(runtime.request_timeout_s, runtime.max_reruns, runtime.rerun_wait_s)
+        self.frontend = Frontend(validator, self.registry, Metrics(self.registry), terms)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
         self._http: HttpServer | None = None

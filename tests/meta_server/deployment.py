@@ -114,7 +114,7 @@ async def deployed(
             "model": {"path": str(model_dir), "name": "passkey", "max_model_len": 4096},
             "http": {"port": 0},
             "grpc": {"port": 0},
-            "runtime": {"lost_after_s": lost_after_s, "heartbeat_s": 0.2, **runtime},
+            "runtime": {"lost_after_s": lost_after_s, "heartbeat_s": 0.2, "max_reruns": 0, **runtime},
         }
     )
     server = MetaServer(config)

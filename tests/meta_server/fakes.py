@@ -73,6 +73,7 @@ class DecodeScript:
     stop_early: bool = False  # end the stream with OK and no Finished
     break_before_prefilled: Status | None = None
     delay_s: float = 0.0  # between messages
+    preempt: dict[str, int] = field(default_factory=dict)  # how often at "destination", "prefill" or "tokens" (2 made)
 
 
 class FakeDecode(worker_pb2_grpc.DecodeServiceServicer):
@@ -80,6 +81,7 @@ class FakeDecode(worker_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self) -> None:
         self.script = DecodeScript()
+        self.sequence_start: int | None = None  # if set, `script.tokens[0]` follows a prompt of this length
         self.admitted: list[worker_pb2.Admit] = []
         self.open = 0
         self.cancelled = 0
@@ -109,9 +111,15 @@ class FakeDecode(worker_pb2_grpc.DecodeServiceServicer):
         self.admitted.append(admit)
         if script.refuse is not None:
             await context.abort(*script.refuse)
+        if self._preempts("destination"):
+            yield _PREEMPTED
+            return
         await self._hold("destination")
         destination = worker_pb2.Destination(request_id=admit.request_id, group="decode-0", tp_size=1, generation=7)
         yield worker_pb2.DecodeSessionResponse(destination=destination)
+        if self._preempts("prefill"):
+            yield _PREEMPTED
+            return
         if script.break_before_prefilled is not None:
             await asyncio.sleep(script.delay_s)
             await context.abort(*script.break_before_prefilled)
@@ -120,12 +128,16 @@ class FakeDecode(worker_pb2_grpc.DecodeServiceServicer):
             raise asyncio.CancelledError
         first = prefilled.prefilled.first_token
         await self._hold("prefilled")
-        tokens = [first, *(self._token(one, admit) for one in script.tokens[1:])]
+        done = 0 if self.sequence_start is None else len(admit.prompt) - self.sequence_start
+        tokens = [first, *(self._token(one, admit) for one in script.tokens[done + 1 :])]
         made: list[common_pb2.Token] = []
         reason = common_pb2.FINISH_REASON_LENGTH
         for token in tokens[: admit.sampling.max_tokens]:
             if script.break_after is not None and len(made) >= script.break_after:
                 await context.abort(*script.break_with)
+            if len(made) == 2 and self._preempts("tokens"):
+                yield _PREEMPTED
+                return
             made.append(token)
             if token.id in ([] if admit.sampling.ignore_eos else [EOS]) or token.id in admit.sampling.stop_token_ids:
                 reason = common_pb2.FINISH_REASON_STOP
@@ -144,9 +156,17 @@ class FakeDecode(worker_pb2_grpc.DecodeServiceServicer):
         if self.script.hold == stage:
             await asyncio.Event().wait()
 
+    def _preempts(self, stage: str) -> bool:
+        left = self.script.preempt.get(stage, 0)
+        self.script.preempt[stage] = left - 1
+        return left > 0
+
     @staticmethod
     def _token(token_id: int, admit: worker_pb2.Admit) -> common_pb2.Token:
         return with_logprobs(token_id, admit.sampling)
+
+
+_PREEMPTED = worker_pb2.DecodeSessionResponse(finished=worker_pb2.Finished(reason=common_pb2.FINISH_REASON_PREEMPTED))
 
 
 def with_logprobs(token_id: int, sampling: common_pb2.SamplingParams) -> common_pb2.Token:
@@ -167,6 +187,7 @@ class FakePrefill(worker_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self) -> None:
         self.first_token = FIRST
+        self.sequence_start: int | None = None  # if set, `first_token` follows a prompt of this length
         self.error: Status | None = None
         self.hold = False
         self.requests: list[worker_pb2.PrefillRequest] = []
@@ -183,8 +204,9 @@ class FakePrefill(worker_pb2_grpc.PrefillServiceServicer):
                 await context.abort(*self.error)
             if self.hold:
                 await asyncio.Event().wait()
+            done = 0 if self.sequence_start is None else len(request.prompt) - self.sequence_start
             return worker_pb2.PrefillResponse(
-                first_token=with_logprobs(self.first_token, request.sampling), cached_tokens=3
+                first_token=with_logprobs(self.first_token + done, request.sampling), cached_tokens=3
             )
         except asyncio.CancelledError:
             self.cancelled += 1

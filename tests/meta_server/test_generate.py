@@ -167,7 +167,8 @@ async def test_worker_codes_reach_the_client(status: tuple[grpc.StatusCode, str]
 
 async def test_decode_that_ends_without_finishing_is_an_error() -> None:
     async with deployed() as deployment:
-        deployment.decode.decode.script.stop_early = True
+        script = deployment.decode.decode.script
+        script.tokens, script.stop_early = script.tokens[:3], True
         error = await failure_of(deployment.generate([5]))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "without finishing" in error.details()
@@ -185,7 +186,8 @@ async def test_deadline_names_the_stage() -> None:
 
 async def test_worker_killed_mid_stream_ends_the_request_and_is_not_used_again() -> None:
     async with deployed() as deployment:
-        deployment.decode.decode.script.hold = "finished"
+        script = deployment.decode.decode.script
+        script.tokens, script.hold = script.tokens[:1], "finished"
         call = deployment.generate([5], max_tokens=2)
         await call.read()
         await deployment.decode.die()
@@ -202,7 +204,8 @@ async def test_silent_follower_ends_the_requests_of_its_group() -> None:
         await deployment.add("prefill", tp=1, tp_size=2)
         await deployment.add("decode", tp_size=2)
         follower = await deployment.add("decode", tp=1, tp_size=2)
-        deployment.decode.decode.script.hold = "finished"
+        script = deployment.decode.decode.script
+        script.tokens, script.hold = script.tokens[:1], "finished"
         call = deployment.generate([5])
         await call.read()
         await follower.fall_silent()
