@@ -74,7 +74,6 @@ def lru_residency(
     results = [torch.empty_like(output, device="cpu") for output in outputs]
     torch.ops.sluice.lru_residency(
         *(argument.cpu() for argument in (topk_ids, stable_prefix, generation, row_index)),
-        query_ends if query_ends is None else query_ends.cpu(),
         None if query_ends is None else query_ends.cpu(),
         *state.values(),
         *results,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.ops import native
 from engine.ops.ascend_schemas import AscendOperatorError
 
 
@@ -27,16 +28,19 @@ class CopyList(NamedTuple):
 
 
 def sparse_copy(copies: CopyList, device: torch.device) -> None:
-    """Copy the ranges on ``device``, in its stream's order; ``memfabric_hybrid.offload`` must be initialised.
+    """Copy the ranges on ``device``, in its stream's order; the host pool must have been made.
 
-    Raises AscendOperatorError with the kernel's code.
+    A device without an index (``cpu``, over the emulated driver) is the one of ``engine.ops.set_device``. Raises
+    AscendOperatorError when the kernel could not be started; what goes wrong in it shows at the next synchronisation.
     """
     from memfabric_hybrid import offload  # loads the driver: only in a process that has one
 
-    code = offload.sparse_copy(copies.source, copies.destination, copies.length, copies.ranges, device)
+    where = device if device.index is not None else torch.device(device.type, native.Settings.device)
+    code = offload.sparse_copy(copies.source, copies.destination, copies.length, copies.ranges, where)
     if code != 0:
         raise AscendOperatorError(
-            f"offload.sparse_copy of {copies.source.numel()} ranges failed on {device} with code {code}"
+            f"offload.sparse_copy of {copies.source.numel()} ranges failed on {where} with code {code}; "
+            "this process must have made a host pool"
         )
 
 

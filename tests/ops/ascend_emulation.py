@@ -246,11 +246,13 @@ def kv_rmsnorm_rope_cache(
     index: Tensor,
     k_cache: Tensor,
     ckv_cache: Tensor,
-    **options: Any,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert options["cache_mode"] == "PA"
+    assert cache_mode == "PA"
     latent = gamma.shape[0]
-    ckv, _ = rms_norm(kv[..., :latent], gamma, options["epsilon"])
+    ckv, _ = rms_norm(kv[..., :latent], gamma, epsilon)
     k_rope = interleave_rope(kv[..., latent:], cos, sin)
     scatter(ckv_cache.view(-1, latent), index.view(-1, 1), ckv.view(-1, latent))
     scatter(k_cache.view(-1, k_rope.shape[-1]), index.view(-1, 1), k_rope.reshape(-1, k_rope.shape[-1]))
