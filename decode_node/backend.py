@@ -12,7 +12,6 @@ from decode_node.memory import DecodeMemory, RowTables
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
 from engine.ops.copy_sfa import fused_scatter_copy_sparse_flash_attention
-from engine.ops.indexer import lightning_indexer
 from engine.ops.residency import Residency, ResidencyState, lru_residency
 
 
@@ -155,17 +154,9 @@ class DecodeBackend:
                 host.view(-1, rows.shape[1])[step.host_slots] = rows
 
     def _select(self, step: _Step, layer: int, indexer: IndexerQuery) -> _Selection:
-        keys = self._memory.index_keys[layer]
-        keys.view(-1, keys.shape[-1])[step.index_slots] = indexer.k
-        topk_ids = lightning_indexer(
-            query=indexer.q,
-            weights=indexer.w,
-            key_cache=keys,
-            block_table=step.indexer_table,
-            query_ends=step.query_ends,
-            key_lens=step.visible,
-            topk=self._model.index_topk,
-        )
+        cache = self._memory.indexers[layer]
+        cache.write(step.index_slots, indexer.k)
+        topk_ids = cache.select(indexer, step.indexer_table, step.query_ends, step.visible, self._model.index_topk)
         residency = lru_residency(topk_ids, step.stable_prefix, step.generations, step.rows, self._states[layer])
         return _Selection(topk_ids, residency)
 

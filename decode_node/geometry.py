@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.config import ConfigError, SluiceConfig
 from engine.model.config import ModelConfig
+from transfer.layout import indexer_token_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -69,6 +70,7 @@ class DecodeGeometry:
     rope_dim: int
     index_dim: int
     indexer_layers: tuple[int, ...]
+    indexer_dtype: str  # "model", or "int8" with one scale per row
     num_blocks: int  # of the host pool and of each indexer cache
     hot: HotRows
     model_tokens: int  # longest prompt + output the model and its configuration allow
@@ -83,8 +85,22 @@ class DecodeGeometry:
         return self.block_size * self.rope_dim * self.item_bytes
 
     @property
-    def indexer_block_bytes(self) -> int:
-        return self.block_size * self.index_dim * self.item_bytes
+    def index_key_block_bytes(self) -> int:
+        return self.block_size * self._indexer_token_bytes[0]
+
+    @property
+    def index_scale_block_bytes(self) -> int:
+        """0 without scales."""
+        return self.block_size * self._indexer_token_bytes[1]
+
+    @property
+    def indexer_bytes(self) -> int:
+        """Index keys and scales of all layers that own an indexer."""
+        return len(self.indexer_layers) * self.num_blocks * (self.index_key_block_bytes + self.index_scale_block_bytes)
+
+    @property
+    def _indexer_token_bytes(self) -> tuple[int, int]:
+        return indexer_token_bytes(self.index_dim, self.item_bytes, self.indexer_dtype)
 
     @property
     def layer_bytes(self) -> int:
@@ -141,6 +157,7 @@ def plan_geometry(config: SluiceConfig, model: ModelConfig) -> DecodeGeometry:
         rope_dim=model.qk_rope_head_dim,
         index_dim=model.index_head_dim,
         indexer_layers=model.indexer_layers,
+        indexer_dtype=config.kv.indexer_dtype,
         num_blocks=num_blocks,
         hot=HotRows(rows=decode.max_requests, tokens=decode.hot_tokens, block_size=block_size),
         model_tokens=model_tokens,

@@ -52,6 +52,7 @@ def worker_info(
         index_dim=geometry.index_dim,
         indexer_layers=geometry.indexer_layers,
         protocol=config.transfer.protocol,
+        indexer_dtype=config.kv.indexer_dtype,
     )
     return registry_pb2.WorkerInfo(
         worker_id=place.worker_id,

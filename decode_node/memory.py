@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode_node.geometry import DecodeGeometry
 from decode_node.pull_plan import LayerMemory, TensorMemory
+from engine.indexer_cache import IndexerCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,7 +36,7 @@ class DecodeMemory:
 
     host_ckv[layer]    [blocks, bs, L]         host pool, every token of every request, shared by the TP ranks
     host_k_rope[layer] [blocks, bs, R]
-    index_keys[layer]  [blocks, bs, 1, D]      device, only layers which own an indexer
+    indexers[layer]    [blocks, bs, 1, D]      device, only layers which own an indexer; perhaps int8 with scales
     hot_ckv[layer]     [hot blocks, bs, 1, L]  device, laid out by `geometry.hot`
     hot_k_rope[layer]  [hot blocks, bs, 1, R]
     """
@@ -55,9 +56,7 @@ class DecodeMemory:
         for region in g.regions():
             self.host_ckv.append(host.tensor(region.ckv, (g.num_blocks, g.block_size, g.kv_lora_rank), dtype))
             self.host_k_rope.append(host.tensor(region.k_rope, (g.num_blocks, g.block_size, g.rope_dim), dtype))
-        self.index_keys = {
-            layer: device.empty((g.num_blocks, g.block_size, 1, g.index_dim), dtype) for layer in g.indexer_layers
-        }
+        self.indexers = {layer: _indexer_cache(g, dtype, device) for layer in g.indexer_layers}
         layers = range(g.num_layers)
         self.hot_ckv = [device.empty((hot_blocks, g.block_size, 1, g.kv_lora_rank), dtype) for _ in layers]
         self.hot_k_rope = [device.empty((hot_blocks, g.block_size, 1, g.rope_dim), dtype) for _ in layers]
@@ -67,17 +66,29 @@ class DecodeMemory:
         g = self.geometry
         targets = []
         for layer, region in enumerate(g.regions()):
-            keys = self.index_keys.get(layer)
+            indexer = self.indexers.get(layer)
             targets.append(
                 LayerMemory(
                     ckv=TensorMemory(self._host_address + region.ckv, g.ckv_block_bytes, g.num_blocks),
                     k_rope=TensorMemory(self._host_address + region.k_rope, g.k_rope_block_bytes, g.num_blocks),
-                    indexer_key=None
-                    if keys is None
-                    else TensorMemory(keys.data_ptr(), g.indexer_block_bytes, g.num_blocks),
+                    indexer_key=_pull_target(indexer.keys if indexer else None),
+                    indexer_scale=_pull_target(indexer.scales if indexer else None),
                 )
             )
         return targets
+
+
+def _indexer_cache(g: DecodeGeometry, dtype: torch.dtype, device: DeviceMemory) -> IndexerCache:
+    blocks = (g.num_blocks, g.block_size)
+    if g.indexer_dtype == "int8":
+        return IndexerCache(
+            device.empty((*blocks, 1, g.index_dim), torch.int8), device.empty((*blocks, 1), torch.float16)
+        )
+    return IndexerCache(device.empty((*blocks, 1, g.index_dim), dtype))
+
+
+def _pull_target(tensor: Tensor | None) -> TensorMemory | None:
+    return None if tensor is None else TensorMemory(tensor.data_ptr(), tensor[0].nbytes, tensor.shape[0])
 
 
 class RowTables:

@@ -109,8 +109,9 @@ def build_node(
             f"{geometry.hot.rows} rows do not fit the device: {error}; lower decode.host_pool_bytes, decode.hot_tokens "
             "or decode.max_requests, or raise hostcann.hbm_bytes"
         ) from error
-    for keys in memory.index_keys.values():
-        engine.register(keys.data_ptr(), keys.nbytes)
+    for indexer in memory.indexers.values():
+        for tensor in indexer.tensors:
+            engine.register(tensor.data_ptr(), tensor.nbytes)
     engine.register(pool.address, pool.nbytes)
 
     tables = RowTables(geometry)

@@ -34,6 +34,7 @@ def add_rank(status: common_pb2.WorkerStatus, geometry: DecodeGeometry, steps: S
     status.counters["hot_hits"] = hot.hits
     status.counters["hot_misses"] = hot.misses
     status.counters["bytes_host_to_device"] = hot.bytes_host_to_device
+    status.gauges["indexer_bytes"] = geometry.indexer_bytes
     status.gauges["host_pool_bytes"] = geometry.host_pool_bytes
     status.gauges["hot_tokens"] = geometry.hot.tokens
     status.gauges["max_request_tokens"] = geometry.max_request_tokens

@@ -55,6 +55,10 @@ class ModelSection(Section):
 
 class KvSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per block, equal on both sides")
+    indexer_dtype: Literal["model", "int8"] = Field(
+        "model", description="of cached index keys; int8 (LIC8) takes half the memory of bfloat16 ones"
+    )
+    main_dtype: Literal["model"] = Field("model", description="of main KV, which is never quantised or packed")
 
 
 class HostcannSection(Section):

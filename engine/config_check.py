@@ -8,6 +8,8 @@ from engine.config import ConfigError, SluiceConfig
 from engine.model.config import ModelConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_INT8_DIMS = 1024
+"""Widest index key that can be int8: up to here products of two keys are exact in float32."""
 
 
 def max_model_len(config: SluiceConfig, model: ModelConfig) -> int:
@@ -27,7 +29,12 @@ def check_against_model(config: SluiceConfig, model: ModelConfig) -> None:
     Raises:
         ConfigError: one line per problem, each with the field's path, its value and what is legal.
     """
-    problems = [*_check_lengths(config, model), *_check_parallel(config, model), *_check_layers(config, model)]
+    problems = [
+        *_check_lengths(config, model),
+        *_check_indexer(config, model),
+        *_check_parallel(config, model),
+        *_check_layers(config, model),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -48,6 +55,15 @@ def _check_lengths(config: SluiceConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f"decode.host_pool_bytes = {config.decode.host_pool_bytes}: not even one block of {config.kv.block_size} "
             f"tokens; one block of all {model.num_hidden_layers} layers takes {block_bytes} bytes"
+        )
+
+
+def _check_indexer(config: SluiceConfig, model: ModelConfig) -> Iterator[str]:
+    dims = model.index_head_dim
+    if config.kv.indexer_dtype == "int8" and (dims & (dims - 1) or dims > MAX_INT8_DIMS):
+        yield (
+            f"kv.indexer_dtype = 'int8': index keys are rotated before they are rounded, which needs a power of two "
+            f"of at most {MAX_INT8_DIMS} dims, but this checkpoint has {dims} (index_head_dim); use 'model'"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
-from engine.ops import lightning_indexer, sparse_flash_attention
+from engine.ops import sparse_flash_attention
 from prefill_node.batch import StepBatch
 from prefill_node.layer_buffers import LayerBuffers, SlotTensors
 from prefill_node.link import Endpoint
@@ -134,20 +134,14 @@ class PrefillBackend:
     ) -> None:
         buffer.ckv.view(-1, ckv.shape[-1]).index_copy_(0, batch.main_slots, ckv)
         buffer.k_rope.view(-1, k_rope.shape[-1]).index_copy_(0, batch.main_slots, k_rope)
-        if indexer is not None and buffer.indexer_key is not None:
-            buffer.indexer_key.view(-1, indexer.k.shape[-1]).index_copy_(0, batch.indexer_slots, indexer.k)
+        if indexer is not None and buffer.indexer is not None:
+            buffer.indexer.write(batch.indexer_slots, indexer.k)
 
     def _select(self, buffer: SlotTensors, batch: StepBatch, indexer: IndexerQuery) -> Tensor:
-        if buffer.indexer_key is None:
+        if buffer.indexer is None:
             raise RuntimeError("a layer with an indexer has a buffer without indexer keys")
-        return lightning_indexer(
-            indexer.q,
-            indexer.w,
-            buffer.indexer_key,
-            batch.indexer_table,
-            batch.query_ends,
-            batch.key_lens,
-            self._config.index_topk,
+        return buffer.indexer.select(
+            indexer, batch.indexer_table, batch.query_ends, batch.key_lens, self._config.index_topk
         )
 
     def _publish(self, layer: int) -> None:

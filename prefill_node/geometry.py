@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefill_node.plan import LayerBufferPlan
+from transfer.layout import indexer_token_bytes
 
 REGION_ALIGNMENT = 2 << 20  # memory is registered for peers in whole 2 MiB pages
 
@@ -15,15 +16,20 @@ class CapacityError(ValueError):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of one block of one layer; `indexer_key` is 0 where there is no indexer."""
+    """Bytes of one block of one layer; a part is 0 where there is none."""
 
     ckv: int
     k_rope: int
     indexer_key: int
+    indexer_scale: int  # of int8 keys
 
     @property
     def total(self) -> int:
-        return self.ckv + self.k_rope + self.indexer_key
+        return sum(self)
+
+    @property
+    def indexer(self) -> int:
+        return self.indexer_key + self.indexer_scale
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class KvGeometry:
     index_dim: int
     element_bytes: int
     indexer_layers: frozenset[int]  # layers which own an indexer
+    indexer_dtype: str = "model"  # or "int8", with one scale per row
 
     def layer_block(self, layer: int) -> BlockBytes:
         """Bytes of one block of `layer`."""
@@ -60,7 +67,10 @@ class KvGeometry:
 
     def _block(self, has_indexer: bool) -> BlockBytes:
         row = self.block_size * self.element_bytes
-        return BlockBytes(self.kv_lora_rank * row, self.rope_dim * row, self.index_dim * row if has_indexer else 0)
+        key, scale = (
+            indexer_token_bytes(self.index_dim, self.element_bytes, self.indexer_dtype) if has_indexer else (0, 0)
+        )
+        return BlockBytes(self.kv_lora_rank * row, self.rope_dim * row, key * self.block_size, scale * self.block_size)
 
 
 def round_up(value: int, multiple: int) -> int:

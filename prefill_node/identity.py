@@ -44,6 +44,7 @@ def worker_info(config: SluiceConfig, model: ModelConfig, shape: PrefillShape, p
         index_dim=model.index_head_dim,
         indexer_layers=model.indexer_layers,
         protocol=config.transfer.protocol,
+        indexer_dtype=config.kv.indexer_dtype,
     )
     return registry_pb2.WorkerInfo(
         worker_id=place.worker_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,9 +10,11 @@ import torch
 from sluice.v1 import wire_pb2
 from torch import Tensor
 
+from engine.indexer_cache import IndexerCache
 from prefill_node.geometry import REGION_ALIGNMENT, KvGeometry
 from prefill_node.plan import LayerBufferPlan
 from prefill_node.pool_layout import TensorAddress
+from transfer.layout import INDEXER_KINDS, MAIN_KINDS
 
 
 class Allocator(Protocol):
@@ -29,13 +30,12 @@ class SlotTensors:
 
     ckv: Tensor  # [blocks, block_size, 1, kv_lora_rank], model dtype
     k_rope: Tensor  # [blocks, block_size, 1, rope_dim], model dtype
-    indexer_key: Tensor | None  # [blocks, block_size, 1, index_dim], model dtype; None if no layer of the slot has one
+    indexer: IndexerCache | None  # None if no layer of the slot has one
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of a pool object's parts."""
-        main = (self.ckv, self.k_rope)
-        return main if self.indexer_key is None else (*main, self.indexer_key)
+        return (self.ckv, self.k_rope, *(self.indexer.tensors if self.indexer else ()))
 
 
 class LayerBuffers:
@@ -75,10 +75,10 @@ class LayerBuffers:
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""
-        kinds = (wire_pb2.TENSOR_KIND_CKV, wire_pb2.TENSOR_KIND_K_ROPE, wire_pb2.TENSOR_KIND_INDEXER_KEY)
+        kinds = MAIN_KINDS + INDEXER_KINDS  # the scale only with int8 keys
         layouts = []
         for layer in range(self.plan.num_layers):
-            owned = kinds if layer in self.geometry.indexer_layers else kinds[:2]
+            owned = kinds if layer in self.geometry.indexer_layers else MAIN_KINDS
             tensors = [
                 wire_pb2.TensorLayout(
                     kind=kind, address=place.address, block_bytes=place.block_bytes, num_blocks=self.num_blocks
@@ -92,13 +92,18 @@ class LayerBuffers:
         geometry = self.geometry
         region = allocator.empty((geometry.region_bytes(layers, self.num_blocks),), torch.uint8)
         self._regions.append(region)
-        rows = [geometry.kv_lora_rank, geometry.rope_dim]
-        if geometry.slot_block(layers).indexer_key:
-            rows.append(geometry.index_dim)
+        quantised = geometry.indexer_dtype == "int8"
+        block, blocks = geometry.slot_block(layers), (self.num_blocks, geometry.block_size)
+        shapes = [
+            (block.ckv, (*blocks, 1, geometry.kv_lora_rank), self._dtype),
+            (block.k_rope, (*blocks, 1, geometry.rope_dim), self._dtype),
+            (block.indexer_key, (*blocks, 1, geometry.index_dim), torch.int8 if quantised else self._dtype),
+            (block.indexer_scale, (*blocks, 1), torch.float16),
+        ]
         tensors, start = [], 0
-        for row in rows:
-            shape = (self.num_blocks, geometry.block_size, 1, row)
-            nbytes = math.prod(shape) * self._dtype.itemsize
-            tensors.append(region[start : start + nbytes].view(self._dtype).view(shape))
-            start += nbytes
-        return SlotTensors(tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None)
+        for block_bytes, shape, dtype in shapes:
+            if block_bytes:
+                end = start + block_bytes * self.num_blocks
+                tensors.append(region[start:end].view(dtype).view(shape))
+                start = end
+        return SlotTensors(tensors[0], tensors[1], IndexerCache(*tensors[2:]) if block.indexer_key else None)

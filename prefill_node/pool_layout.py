@@ -1,7 +1,7 @@
 """How a block's bytes lie in its pool object, and what the object is called. Pure: no tensors, no I/O.
 
 One object holds one block of one request over *all* layers, layer after layer, and within a layer ckv, k_rope and,
-where the layer owns an indexer, its keys. A layer's part can be copied alone, in either direction.
+where the layer owns an indexer, its keys and their scales. A layer's part can be copied alone, in either direction.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PoolObjectLayout:
         self.object_bytes = end
 
     def parts(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """`(offset, bytes)` of the layer's ckv, k_rope and, if it owns an indexer, indexer keys."""
+        """`(offset, bytes)` of the layer's ckv, k_rope and, if it owns an indexer, keys and scales."""
         return self._parts[layer]
 
     def copy(
@@ -65,7 +65,7 @@ class PoolObjectLayout:
     ) -> Copy:
         """The copy between device blocks and the pool objects at addresses `objects`, for one layer.
 
-        `tensors` are the device tensors of the layer's slot (ckv, k_rope, indexer keys); block `i` of the lists
+        `tensors` are the device tensors of the layer's slot (ckv, k_rope, indexer keys, scales); block `i` of the lists
         goes with object `i`. Raises ValueError when the lists differ in length.
         """
         if not len(main_blocks) == len(indexer_blocks) == len(objects):
@@ -75,7 +75,7 @@ class PoolObjectLayout:
             )
         copy = Copy([], [], [])
         for position, (offset, size) in enumerate(self._parts[layer]):
-            tensor, blocks = tensors[position], indexer_blocks if position == 2 else main_blocks
+            tensor, blocks = tensors[position], indexer_blocks if position >= 2 else main_blocks
             copy.device.extend(tensor.address + block * tensor.block_bytes for block in blocks)
             copy.pool.extend(address + offset for address in objects)
             copy.sizes.extend([size] * len(objects))

@@ -34,6 +34,11 @@ class PrefillShape:
         return self.geometry.main_bytes(self.plan.num_slots, self.kv_blocks)
 
     @property
+    def indexer_bytes(self) -> int:
+        """Index keys and scales on the device."""
+        return self.kv_blocks * sum(self.geometry.slot_block(layers).indexer for layers in self.plan.slots)
+
+    @property
     def main_kv_bytes_all_resident(self) -> int:
         """What it would be with a buffer for every layer."""
         return self.geometry.main_bytes(self.plan.num_layers, self.kv_blocks)
@@ -63,6 +68,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
         index_dim=model.index_head_dim,
         element_bytes=DTYPE_BYTES[config.model.dtype],
         indexer_layers=frozenset(model.indexer_layers),
+        indexer_dtype=config.kv.indexer_dtype,
     )
     tokens = max_model_len(config, model)
     kv_blocks = choose_kv_blocks(

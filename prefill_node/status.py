@@ -20,6 +20,7 @@ def add_shape(status: common_pb2.WorkerStatus, shape: PrefillShape) -> None:
     status.gauges["layer_buffers"] = shape.plan.num_slots
     status.gauges["layers"] = shape.plan.num_layers
     status.gauges["main_kv_bytes"] = shape.main_kv_bytes
+    status.gauges["indexer_bytes"] = shape.indexer_bytes
     status.gauges["main_kv_bytes_all_resident"] = shape.main_kv_bytes_all_resident
     status.gauges["max_prompt_tokens"] = shape.max_prompt_tokens
 

@@ -12,7 +12,7 @@ Kind: TypeAlias = "wire_pb2.TensorKind.ValueType"
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 INDEXER_DTYPES = ("model", "int8")
-SCALE_BYTES = 4  # one float32 per key row when the indexer keys are int8
+SCALE_BYTES = 2  # one float16 per key row when the indexer keys are int8
 MAIN_KINDS = (wire_pb2.TENSOR_KIND_CKV, wire_pb2.TENSOR_KIND_K_ROPE)
 INDEXER_KINDS = (wire_pb2.TENSOR_KIND_INDEXER_KEY, wire_pb2.TENSOR_KIND_INDEXER_SCALE)
 
@@ -80,14 +80,20 @@ def kind_name(kind: int) -> str:
     return name.name.removeprefix("TENSOR_KIND_").lower() if name is not None else f"unknown tensor kind {kind}"
 
 
+def indexer_token_bytes(index_dim: int, element_bytes: int, indexer_dtype: str) -> tuple[int, int]:
+    """Bytes of one token's index key and of its scale, in one layer; ``element_bytes``: of the model's dtype."""
+    return (index_dim, SCALE_BYTES) if indexer_dtype == "int8" else (index_dim * element_bytes, 0)
+
+
 def block_bytes(layout: registry_pb2.KvLayout, kind: Kind) -> int:
     """Bytes of one block of one layer's tensor of this kind."""
     element = DTYPE_BYTES[layout.dtype]
+    key, scale = indexer_token_bytes(layout.index_dim, element, layout.indexer_dtype)
     row = {
         wire_pb2.TENSOR_KIND_CKV: layout.kv_lora_rank * element,
         wire_pb2.TENSOR_KIND_K_ROPE: layout.rope_dim * element,
-        wire_pb2.TENSOR_KIND_INDEXER_KEY: layout.index_dim * (1 if layout.indexer_dtype == "int8" else element),
-        wire_pb2.TENSOR_KIND_INDEXER_SCALE: SCALE_BYTES if layout.indexer_dtype == "int8" else 0,
+        wire_pb2.TENSOR_KIND_INDEXER_KEY: key,
+        wire_pb2.TENSOR_KIND_INDEXER_SCALE: scale,
     }
     return layout.block_size * row[kind]
 

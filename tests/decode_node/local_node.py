@@ -189,14 +189,15 @@ class _CopyingSource:
         for layer, chunks in node.prefills[request_id].rows.items():
             ckv, k_rope = (torch.cat([chunk[part] for chunk in chunks]) for part in (0, 1))
             host_ckv, host_k_rope = node.memory.host_ckv[layer], node.memory.host_k_rope[layer]
-            targets = [(ckv, host_ckv, main_blocks), (k_rope, host_k_rope, main_blocks)] if node.owns_host else []
-            if layer in node.memory.index_keys:
+            at = torch.arange(len(ckv))
+            if node.owns_host:
+                slots = torch.tensor(main_blocks)[at // bs] * bs + at % bs
+                for rows, cache in ((ckv, host_ckv), (k_rope, host_k_rope)):
+                    cache.view(-1, rows.shape[1])[slots] = rows
+            if layer in node.memory.indexers:
                 keys = torch.cat([chunk[2] for chunk in chunks if chunk[2] is not None])
-                targets.append((keys, node.memory.index_keys[layer], indexer_blocks))
-            for rows, cache, blocks in targets:
-                at = torch.arange(len(rows))
-                slots = torch.tensor(blocks)[at // bs] * bs + at % bs
-                cache.view(-1, rows.shape[1])[slots] = rows
+                slots = torch.tensor(indexer_blocks)[at // bs] * bs + at % bs
+                node.memory.indexers[layer].write(slots, keys)
         node.rank.pull_ended(request_id, generation, node.refuse_pulls)
 
     def release(self, request_id: str) -> None:

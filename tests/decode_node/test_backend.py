@@ -37,7 +37,7 @@ class Caches:
         """Random rows in these host and indexer blocks."""
         self.memory.host_ckv[0][blocks] = self.random(len(blocks), BLOCK, self.geometry.kv_lora_rank)
         self.memory.host_k_rope[0][blocks] = self.random(len(blocks), BLOCK, self.geometry.rope_dim)
-        self.memory.index_keys[0][blocks] = self.random(len(blocks), BLOCK, 1, INDEX_DIM)
+        self.memory.indexers[0].keys[blocks] = self.random(len(blocks), BLOCK, 1, INDEX_DIM)
 
     def step(self, row: int, generation: int, position: int) -> tuple[int, int]:
         """One request's step over the one layer; returns its (hits, misses)."""
@@ -98,7 +98,7 @@ def test_a_new_row_goes_to_the_host_pool_and_to_the_tail() -> None:
     assert not tail.isnan().any()
     assert torch.equal(caches.memory.host_ckv[0][9, 0], tail)
     assert caches.memory.host_ckv[0][9, 1:].isnan().all()
-    assert not caches.memory.index_keys[0][5, 0].isnan().any()
+    assert not caches.memory.indexers[0].keys[5, 0].isnan().any()
 
 
 def test_a_rank_that_does_not_own_the_host_pool_leaves_it_alone() -> None:

@@ -38,6 +38,20 @@ def test_what_does_not_fit_is_refused(sections: dict[str, Any], message: str) ->
         check(**sections)
 
 
+def test_int8_index_keys_need_a_power_of_two_of_dims() -> None:
+    config = build_config({"model": {"path": "m"}, "kv": {"indexer_dtype": "int8"}})
+    check_against_model(config, MODEL)
+    odd = ModelConfig.from_dict(tiny_config("glm_moe_dsa", index_head_dim=48))
+    with pytest.raises(ConfigError, match=r"kv\.indexer_dtype = 'int8': .* has 48 \(index_head_dim\); use 'model'"):
+        check_against_model(config, odd)
+
+
+@pytest.mark.parametrize("packed", ["int8", "fp8", "packed"])
+def test_a_packed_main_cache_is_refused(packed: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv.main_dtype = '{packed}': Input should be 'model'"):
+        build_config({"model": {"path": "m"}, "kv": {"main_dtype": packed}})
+
+
 def test_lengths_and_sizes() -> None:
     config = build_config({"model": {"path": "m", "dtype": "bfloat16"}})
     assert max_model_len(config, MODEL) == 5120

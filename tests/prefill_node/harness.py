@@ -163,7 +163,7 @@ class SlowReader:
             for kind, tensor, start, blocks in (
                 ("ckv", buffer.ckv, entry.main_start, entry.main_blocks),
                 ("k_rope", buffer.k_rope, entry.main_start, entry.main_blocks),
-                ("indexer", buffer.indexer_key, entry.indexer_start, entry.indexer_blocks),
+                ("indexer", buffer.indexer and buffer.indexer.keys, entry.indexer_start, entry.indexer_blocks),
             ):
                 kept = self.rows.setdefault((layer, entry.request_id, kind), {})
                 for index, block in enumerate(blocks, start=start):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from prefill_node.geometry import REGION_ALIGNMENT, CapacityError, KvGeometry, choose_kv_blocks, total_bytes
@@ -10,10 +12,17 @@ PLAN = plan_layer_buffers(4, [0], 1)  # slots (0,), (1, 2, 3)
 
 
 def test_block_bytes_of_layers_and_slots():
-    assert GEOMETRY.layer_block(0) == (64 * 64, 16 * 64, 32 * 64)
+    assert GEOMETRY.layer_block(0) == (64 * 64, 16 * 64, 32 * 64, 0)
     assert GEOMETRY.layer_block(3).indexer_key == 0
     assert GEOMETRY.slot_block((1, 3)) == GEOMETRY.layer_block(1)
     assert GEOMETRY.slot_block((3,)).indexer_key == 0
+
+
+def test_int8_index_keys_take_one_byte_and_a_half_precision_scale():
+    block = replace(GEOMETRY, indexer_dtype="int8").layer_block(0)
+    assert block == (64 * 64, 16 * 64, 32 * 16, 2 * 16)
+    assert block.indexer == 34 * 16
+    assert replace(GEOMETRY, indexer_dtype="int8").layer_block(3).indexer == 0
 
 
 def test_each_slot_is_rounded_up_to_whole_registered_pages():

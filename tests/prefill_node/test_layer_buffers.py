@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ GEOMETRY = KvGeometry(
 )
 
 
-def buffers_of(independent, shared, layers=4):
+def buffers_of(independent, shared, layers=4, indexer_dtype="model"):
     allocator = HostAllocator()
     plan = plan_layer_buffers(layers, independent, shared)
-    return LayerBuffers(allocator, plan, GEOMETRY, 5, torch.float32), allocator
+    geometry = replace(GEOMETRY, indexer_dtype=indexer_dtype)
+    return LayerBuffers(allocator, plan, geometry, 5, torch.float32), allocator
 
 
 @pytest.mark.parametrize(("independent", "shared", "slots"), [([0], 1, 2), ([], 1, 1), ([0], 3, 4), ("all", 1, 4)])
@@ -31,8 +33,9 @@ def test_the_device_holds_one_allocation_per_slot(independent, shared, slots):
     assert all(nbytes % REGION_ALIGNMENT == 0 for _, nbytes in buffers.regions())
 
 
-def test_tensors_of_a_slot_do_not_overlap():
-    buffers, _ = buffers_of([0], 1)
+@pytest.mark.parametrize("indexer_dtype", ["model", "int8"])
+def test_tensors_of_a_slot_do_not_overlap(indexer_dtype):
+    buffers, _ = buffers_of([0], 1, indexer_dtype=indexer_dtype)
     for slot in buffers.slots:
         for number, tensor in enumerate(slot.tensors):
             tensor.fill_(number)
@@ -42,7 +45,7 @@ def test_tensors_of_a_slot_do_not_overlap():
 
 def test_a_slot_has_indexer_keys_if_one_of_its_layers_owns_an_indexer():
     buffers, _ = buffers_of([0], 2)  # slots (0,), (1, 3), (2,)
-    assert [slot.indexer_key is not None for slot in buffers.slots] == [True, True, False]
+    assert [slot.indexer is not None for slot in buffers.slots] == [True, True, False]
 
 
 def test_the_hand_shake_lists_indexer_keys_of_owners_only():
@@ -58,6 +61,14 @@ def test_the_hand_shake_lists_indexer_keys_of_owners_only():
     assert [tensor.block_bytes for tensor in layouts[1].tensors] == [4 * 10 * 4, 4 * 6 * 4, 4 * 8 * 4]
     assert layouts[2].tensors[0].address == layouts[1].tensors[0].address
     assert {tensor.num_blocks for layout in layouts for tensor in layout.tensors} == {5}
+
+
+def test_the_hand_shake_lists_the_scales_of_int8_keys():
+    layout = buffers_of([0], 1, indexer_dtype="int8")[0].layouts()[1]
+    key, scale = layout.tensors[2:]
+    assert (key.kind, key.block_bytes) == (wire_pb2.TENSOR_KIND_INDEXER_KEY, 4 * 8)
+    assert (scale.kind, scale.block_bytes) == (wire_pb2.TENSOR_KIND_INDEXER_SCALE, 4 * 2)
+    assert scale.address == key.address + 5 * key.block_bytes
 
 
 def test_nothing_is_written_before_the_gate_opens(make_rig):

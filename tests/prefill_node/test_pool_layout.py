@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from prefill_node.geometry import KvGeometry
@@ -24,6 +26,15 @@ def test_copy_pairs_device_blocks_with_their_objects():
     assert copy.pool == [10_068, 20_068, 10_088, 20_088, 10_098, 20_098]
     assert copy.sizes == [20, 20, 10, 10, 8, 8]
     assert copy.nbytes == 76
+
+
+def test_scales_of_int8_keys_follow_the_keys_and_use_the_indexers_blocks():
+    layout = PoolObjectLayout(replace(GEOMETRY, indexer_dtype="int8"), num_layers=3)
+    assert layout.parts(2) == ((72, 20), (92, 10), (102, 8), (110, 4))
+    tensors = [TensorAddress(1000, 20), TensorAddress(2000, 10), TensorAddress(3000, 8), TensorAddress(4000, 4)]
+    copy = layout.copy(2, tensors, main_blocks=[2], indexer_blocks=[7], objects=[10_000])
+    assert copy.device == [1040, 2020, 3056, 4028]
+    assert copy.pool == [10_072, 10_092, 10_102, 10_110]
 
 
 def test_layers_without_an_indexer_copy_main_kv_only():

@@ -120,7 +120,7 @@ def test_block_bytes_follow_from_the_layout() -> None:
     key, scale = wire_pb2.TENSOR_KIND_INDEXER_KEY, wire_pb2.TENSOR_KIND_INDEXER_SCALE
     plain, quantized = kv_layout(**LAYOUT), kv_layout(**LAYOUT, indexer_dtype="int8")
     assert [block_bytes(plain, kind) for kind in (*kinds, key)] == [16 * 128, 16 * 16, 16 * 64]
-    assert [block_bytes(quantized, kind) for kind in (key, scale)] == [16 * 32, 16 * 4]
+    assert [block_bytes(quantized, kind) for kind in (key, scale)] == [16 * 32, 16 * 2]
     assert kinds_of(plain, 0) == (*kinds, key)
     assert kinds_of(quantized, 2) == (*kinds, key, scale)
     assert kinds_of(quantized, 1) == kinds
