@@ -15,7 +15,7 @@ from torch import Tensor
 
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "build" / "ops" / "libsluice_ops.so"
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _INVALID = 1
 
 
@@ -29,7 +29,7 @@ class _Layout(NamedTuple):
 
 _LAYOUTS = {
     "lightning_indexer": _Layout(
-        "query weights key_cache block_table query_ends key_lens topk_ids",
+        "query weights key_cache block_table query_ends key_lens topk_ids query_scale key_scale",
         "rows heads dims requests blocks block_size max_blocks topk dtype weights_dtype threads",
     ),
     "sparse_flash_attention": _Layout(
@@ -51,10 +51,18 @@ _LAYOUTS = {
         scale=True,
     ),
     "lightning_indexer_manage": _Layout(
-        "weights query key_cache block_table query_ends key_lens stable_lens cache_tokens states pool_entries "
-        "slots_pool topk_src_ids topk_dst_slots topk_miss_counts miss_src_ids miss_dst_slots miss_counts",
-        "rows heads dims requests blocks block_size max_blocks topk pool_rows pool_width miss_capacity dtype threads",
+        "weights query_scale query key_scale key_cache block_table query_ends key_lens stable_lens cache_tokens states "
+        "pool_entries slots_pool topk_src_ids topk_dst_slots topk_miss_counts miss_src_ids miss_dst_slots miss_counts "
+        "topk_scores",
+        "rows heads dims requests blocks block_size max_blocks topk pool_rows pool_width miss_capacity "
+        "dtype weights_dtype threads",
     ),
+    "select_with_tail": _Layout(
+        "weights query_scale query key_scale key_cache block_table query_ends key_lens stable_lens cache_tokens states "
+        "topk_src_ids topk_dst_slots topk_scores ids slots",
+        "rows heads dims requests blocks block_size max_blocks topk dtype weights_dtype threads",
+    ),
+    "hadamard_quantise": _Layout("rows values scales", "count dims dtype threads"),
 }
 
 
@@ -113,7 +121,7 @@ def call(operator: str, values: dict[str, Tensor | int | float | None]) -> None:
 
 
 def dtype_code(tensor: Tensor) -> int:
-    """The library's code of ``tensor.dtype``, which must be float32, bfloat16 or float16."""
+    """The library's code of ``tensor.dtype``, which must be float32, bfloat16, float16 or int8."""
     return _DTYPE_CODES[tensor.dtype]
 
 

@@ -6,6 +6,7 @@ Arguments are those of the public functions (``engine.ops.indexer`` and so on), 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +38,33 @@ def cache_rows(name: str, table_row: Tensor, positions: Tensor, blocks: int, blo
     return ids * block_size + positions.long() % block_size
 
 
-def index_scores(query_row: Tensor, weights_row: Tensor, keys: Tensor) -> Tensor:
-    """[S] float32 scores of one row: query_row [Hi, Di], weights_row [Hi], keys [S, Di]."""
+class PagedKeys(NamedTuple):
+    """Indexer keys of all requests, with their scales if they are int8."""
+
+    cache: Tensor  # [blocks, block size, 1, Di]
+    scale: Tensor | None  # [blocks, block size, 1]
+    table: Tensor  # [B, max blocks]
+
+    def rows(self, name: str, request: int, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys [S, Di] and scales [S] of the request's positions; ValueError (naming the table) if one has no block."""
+        at = cache_rows(name, self.table[request], positions, *self.cache.shape[:2])
+        return self.cache.flatten(0, 2)[at], None if self.scale is None else self.scale.flatten()[at]
+
+
+def index_scores(
+    query_row: Tensor,
+    weights_row: Tensor,
+    keys: Tensor,
+    query_scale_row: Tensor | None = None,
+    key_scales: Tensor | None = None,
+) -> Tensor:
+    """[S] float32 scores of one row: query_row [Hi, Di], weights_row [Hi], keys [S, Di]; of int8 also the scales [Hi]
+    and [S] float16."""
     products = torch.relu(query_row.float() @ keys.float().T)
-    return weights_row.float() @ products
+    if query_scale_row is None or key_scales is None:
+        return weights_row.float() @ products
+    weights = (weights_row.float() * query_scale_row.float()).half()
+    return weights.float() @ (products / 1024).half().float() * key_scales.float()
 
 
 def best_positions(scores: Tensor, topk: int) -> Tensor:
@@ -57,21 +81,37 @@ def lightning_indexer(
     query_ends: Tensor,
     key_lens: Tensor,
     topk: int,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
-    """See ``engine.ops.indexer.lightning_indexer``."""
-    blocks, block_size = key_cache.shape[:2]
-    flat = key_cache.flatten(0, 2)
+    """See ``engine.ops.indexer``: ``quant_lightning_indexer`` with scales, else ``lightning_indexer``."""
+    keys = PagedKeys(key_cache, key_scale, block_table)
     out = torch.full((query.shape[0], topk), -1, dtype=torch.int32)
     for i, span in enumerate(query_spans("query_ends", query_ends, query.shape[0])):
         if not span:
             continue
         length = max(int(key_lens[i]), 0)
-        keys = flat[cache_rows("block_table", block_table[i], torch.arange(length), blocks, block_size)]
+        seen, scales = keys.rows("block_table", i, torch.arange(length))
         for row in span:
             visible = max(length - (span.stop - 1 - row), 0)
-            best = best_positions(index_scores(query[row], weights[row], keys[:visible]), topk)
+            row_scale = None if query_scale is None else query_scale[row]
+            row_keys = seen[:visible], row_scale, None if scales is None else scales[:visible]
+            best = best_positions(index_scores(query[row], weights[row], *row_keys), topk)
             out[row, : best.shape[0]] = best
     return out
+
+
+def hadamard_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``engine.ops.quantise.hadamard_quantise``."""
+    y, dims, width = x.float(), x.shape[-1], 1
+    while width < dims:
+        low, high = y.view(*x.shape[:-1], -1, 2, width).unbind(-2)
+        y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        width *= 2
+    y = y * dims**-0.5
+    scale = (y.abs().amax(-1) / 127).clamp(max=torch.finfo(torch.float16).max).half()
+    steps = torch.where(scale > 0, scale.float(), torch.inf).unsqueeze(-1)
+    return (y / steps).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def attend(q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, scale: float) -> Tensor:
@@ -178,17 +218,20 @@ def copy_misses(
     check_counts("topk_miss_counts", topk_miss_counts, topk_src_ids.shape[2])
     for i, span in enumerate(query_spans("actual_seq_lengths_query", query_ends, topk_src_ids.shape[0])):
         count = int(miss_counts[i])
-        lists = [(miss_src_ids[i, :count], miss_dst_slots[i, :count])]
+        pairs = list(zip(miss_src_ids[i, :count].tolist(), miss_dst_slots[i, :count].tolist(), strict=True))
         if count == 0:
-            lists = [(topk_src_ids[r, 0, :n], topk_dst_slots[r, 0, :n]) for r in span for n in (topk_miss_counts[r],)]
-        for ids, slots in lists:
-            legal = (ids >= 0) & (slots >= 0)
-            source = cache_rows("dram_block_table", dram_block_table[i], ids[legal], dram_kv_cache.shape[0], block_size)
-            target = cache_rows("hbm_block_table", hbm_block_table[i], slots[legal], hbm_kv_cache.shape[0], block_size)
-            for host, hot in ((dram_kv_cache, hbm_kv_cache), (dram_k_rope, hbm_k_rope)):
-                rows = host.flatten(0, 1)[source]
-                hot.view(-1, hot.shape[-1])[target] = rows
-                copied += rows.numel() * rows.element_size()
+            for row in span:
+                leading = int(topk_miss_counts[row])
+                row_pairs = topk_src_ids[row, 0, :leading], topk_dst_slots[row, 0, :leading]
+                pairs += zip(*(side.tolist() for side in row_pairs), strict=True)
+        source_of = {slot: source for source, slot in pairs if source >= 0 and slot >= 0}  # the last one counts
+        sources, slots = torch.tensor(list(source_of.values())), torch.tensor(list(source_of))
+        source = cache_rows("dram_block_table", dram_block_table[i], sources, dram_kv_cache.shape[0], block_size)
+        target = cache_rows("hbm_block_table", hbm_block_table[i], slots, hbm_kv_cache.shape[0], block_size)
+        for host, hot in ((dram_kv_cache, hbm_kv_cache), (dram_k_rope, hbm_k_rope)):
+            rows = host.flatten(0, 1)[source]
+            hot.view(-1, hot.shape[-1])[target] = rows
+            copied += rows.numel() * rows.element_size()
     return copied
 
 

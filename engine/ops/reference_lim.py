@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.ops.reference import best_positions, cache_rows, index_scores, query_spans
+from engine.ops.reference import PagedKeys, best_positions, index_scores, query_spans
+
+if TYPE_CHECKING:
+    from engine.ops.lim_call import LimCall
 
 _NO_SLOT = torch.iinfo(torch.int32).min
 
@@ -48,67 +52,67 @@ class _Request:
         return sorted(residents.values()) == list(range(self.capacity)) and all(p < self.stable for p in residents)
 
 
-def fused_lightning_indexer_manage(
-    weights: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_ends: Tensor,
-    key_lens: Tensor,
-    stable_lens: Tensor,
-    cache_tokens: Tensor,
-    states: Tensor,
-    pool_entries: Tensor,
-    slots_pool: Tensor,
-    topk_src_ids: Tensor,
-    topk_dst_slots: Tensor,
-    topk_miss_counts: Tensor,
-    miss_src_ids: Tensor,
-    miss_dst_slots: Tensor,
-    miss_counts: Tensor,
-) -> None:
-    """See ``engine.ops.lim.fused_lightning_indexer_manage``, less the two scales, which it does not read."""
-    spans = query_spans("actual_seq_lengths_query", query_ends, query.shape[0])
+def fused_lightning_indexer_manage(call: LimCall, query_scale: Tensor | None, key_scale: Tensor | None) -> None:
+    """See ``engine.ops.lim.fused_lightning_indexer_manage``; scales for int8 queries only."""
+    spans = query_spans("actual_seq_lengths_query", call.actual_seq_lengths_query, call.query.shape[0])
     if any(not span for span in spans):
-        raise ValueError(f"actual_seq_lengths_query is {query_ends.tolist()}; legal: strictly increasing row counts")
-    entries = pool_entries.tolist()
-    if len(set(entries)) != len(entries) or any(not 0 <= entry < slots_pool.shape[0] for entry in entries):
-        raise ValueError(f"req_pool_entries is {entries}; legal: distinct rows 0 to {slots_pool.shape[0] - 1}")
-    topk, (blocks, block) = topk_src_ids.shape[2], key_cache.shape[:2]
-    flat = key_cache.flatten(0, 2)
+        ends = call.actual_seq_lengths_query.tolist()
+        raise ValueError(f"actual_seq_lengths_query is {ends}; legal: strictly increasing row counts")
+    pool, entries = call.cache_slots_pool, call.req_pool_entries.tolist()
+    if len(set(entries)) != len(entries) or any(not 0 <= entry < pool.shape[0] for entry in entries):
+        raise ValueError(f"req_pool_entries is {entries}; legal: distinct rows 0 to {pool.shape[0] - 1}")
+    topk, block = call.topk_src_ids.shape[2], call.index_key_cache.shape[1]
+    paged = PagedKeys(call.index_key_cache, key_scale, call.index_block_table)
+    out_scores = torch.empty(call.topk_src_ids.shape) if call.topk_scores is None else call.topk_scores
     for i, rows in enumerate(spans):
         request = _Request(
-            *(rows, int(states[i]), int(key_lens[i]), int(stable_lens[i]), int(cache_tokens[i])),
-            slots_pool[entries[i]].tolist(),
+            rows,
+            int(call.request_state[i]),
+            int(call.actual_seq_lengths_key[i]),
+            int(call.offload_seq_lengths_key[i]),
+            int(call.num_cache_tokens[i]),
+            pool[entries[i]].tolist(),
         )
-        topk_src_ids[rows.start : rows.stop] = -1
-        topk_dst_slots[rows.start : rows.stop] = -1
-        topk_miss_counts[rows.start : rows.stop] = 0
-        miss_counts[i] = 0
-        if not request.is_legal(topk, block, miss_src_ids.shape[1]):
+        call.topk_src_ids[rows.start : rows.stop] = -1
+        call.topk_dst_slots[rows.start : rows.stop] = -1
+        out_scores[rows.start : rows.stop] = -torch.inf
+        call.topk_miss_counts[rows.start : rows.stop] = 0
+        call.miss_counts[i] = 0
+        if not request.is_legal(topk, block, call.miss_src_ids.shape[1]):
             continue
         searched = request.keys if request.state == -3 else request.stable
-        keys = flat[cache_rows("index_block_table", block_table[i], torch.arange(searched), blocks, block)]
-        scores = [index_scores(query[row], weights[row], keys) for row in rows]
+        keys, scales = paged.rows("index_block_table", i, torch.arange(searched))
+        scores = [
+            index_scores(
+                call.query[row],
+                call.index_weights[row],
+                keys,
+                None if query_scale is None else query_scale[row],
+                scales,
+            )
+            for row in rows
+        ]
         if request.state == -3:
             for row, row_scores in zip(rows, scores, strict=True):
                 best = best_positions(row_scores[: request.keys - (rows.stop - 1 - row)], topk)
-                topk_src_ids[row, 0, : len(best)] = topk_dst_slots[row, 0, : len(best)] = best
-            slots_pool[entries[i]] = torch.arange(slots_pool.shape[1])
+                call.topk_src_ids[row, 0, : len(best)] = call.topk_dst_slots[row, 0, : len(best)] = best
+                out_scores[row, 0, : len(best)] = row_scores[best.long()]
+            pool[entries[i]] = torch.arange(pool.shape[1])
             continue
         chosen = [sorted(best_positions(row_scores, topk).tolist()) for row_scores in scores]
         slot_of, misses = _first_fill(request, chosen) if request.state == -2 else _swap(request, chosen, scores)
-        for row, ids in zip(rows, chosen, strict=True):
+        for row, ids, row_scores in zip(rows, chosen, scores, strict=True):
             ordered = [p for p in ids if p in misses] + [p for p in ids if p not in misses]
-            topk_src_ids[row, 0] = torch.tensor(ordered)
-            topk_dst_slots[row, 0] = torch.tensor([slot_of[p] for p in ordered])
-            topk_miss_counts[row] = topk if request.state == -2 else sum(p in misses for p in ids)
-        miss_counts[i] = len(misses)
-        miss_src_ids[i, : len(misses)] = torch.tensor(list(misses), dtype=torch.int32)
-        miss_dst_slots[i, : len(misses)] = torch.tensor([slot_of[p] for p in misses], dtype=torch.int32)
-        slots_pool[entries[i]] = _NO_SLOT
+            call.topk_src_ids[row, 0] = torch.tensor(ordered)
+            call.topk_dst_slots[row, 0] = torch.tensor([slot_of[p] for p in ordered])
+            out_scores[row, 0] = row_scores[ordered]
+            call.topk_miss_counts[row] = topk if request.state == -2 else sum(p in misses for p in ids)
+        call.miss_counts[i] = len(misses)
+        call.miss_src_ids[i, : len(misses)] = torch.tensor(list(misses), dtype=torch.int32)
+        call.miss_dst_slots[i, : len(misses)] = torch.tensor([slot_of[p] for p in misses], dtype=torch.int32)
+        pool[entries[i]] = _NO_SLOT
         for position, slot in slot_of.items():
-            slots_pool[entries[i], position] = slot
+            pool[entries[i], position] = slot
 
 
 def _first_fill(request: _Request, chosen: list[list[int]]) -> tuple[dict[int, int], dict[int, None]]:

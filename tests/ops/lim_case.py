@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops import NO_SLOT, fused_lightning_indexer_manage
-from tests.ops.paged_case import IndexerCase, i32
+from engine.ops import NO_SLOT, fused_lightning_indexer_manage, fused_quant_lightning_indexer_manage
+from tests.ops.paged_case import IndexerCase, generator, i32
+from tests.ops.quant_case import QuantCase
 
 TOPK, BLOCK, POISON = 8, 4, 12345
 
@@ -66,15 +67,41 @@ def cloned(case: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in case.items()}
 
 
+def quantised(case: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The case with int8 queries and keys, and scales; all scores are still exact in float32, with ties."""
+    rng = generator(seed)
+
+    def values(like: Tensor) -> Tensor:
+        return torch.randint(-2, 3, like.shape, generator=rng, dtype=torch.int8)
+
+    def scales(like: Tensor) -> Tensor:
+        return torch.exp2(torch.randint(-2, 1, like.shape, generator=rng).float()).half()
+
+    return {
+        **case,
+        "query": values(case["query"]),
+        "query_dequant_scale": scales(case["query_dequant_scale"]),
+        "index_key_cache": values(case["index_key_cache"]),
+        "index_key_dequant_scale": scales(case["index_key_dequant_scale"]),
+    }
+
+
 def run(case: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Runs the operator on a copy of the case and returns it."""
+    """Runs the operator of the case's dtype on a copy of it and returns the copy."""
     after = cloned(case)
-    fused_lightning_indexer_manage(*after.values())
+    quant = case["query"].dtype == torch.int8
+    (fused_quant_lightning_indexer_manage if quant else fused_lightning_indexer_manage)(*after.values())
     return after
 
 
 def dense_scores(case: dict[str, Tensor]) -> list[Tensor]:
     """float64 scores of every row over all keys its causal position lets it see."""
+    if case["query"].dtype == torch.int8:
+        return QuantCase(
+            *(case["query"], case["index_weights"], case["query_dequant_scale"]),
+            *(case["index_key_cache"], case["index_key_dequant_scale"], case["index_block_table"]),
+            *(case["actual_seq_lengths_query"], case["actual_seq_lengths_key"]),
+        ).dense_scores()
     return IndexerCase(
         case["query"],
         case["index_weights"],

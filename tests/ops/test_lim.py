@@ -6,8 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.ops import BACKENDS, NO_SLOT, backend, fused_lightning_indexer_manage, lightning_indexer
-from tests.ops.lim_case import BLOCK, POISON, TOPK, dense_scores, lim_case, run, spans
+from engine.ops import (
+    BACKENDS,
+    NO_SLOT,
+    backend,
+    fused_lightning_indexer_manage,
+    fused_quant_lightning_indexer_manage,
+    lightning_indexer,
+    quant_lightning_indexer,
+)
+from tests.ops.lim_case import BLOCK, POISON, TOPK, dense_scores, lim_case, quantised, run, spans
 from tests.ops.paged_case import i32
 
 
@@ -62,10 +70,10 @@ def with_pool(case: dict[str, Tensor], pool: Tensor) -> dict[str, Tensor]:
     return {**case, "cache_slots_pool": pool.clone()}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]),
     seed=st.integers(0, 1 << 16),
 )
 def test_bijection_over_a_life_first_decode_then_steady(rows: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
@@ -77,7 +85,8 @@ def test_bijection_over_a_life_first_decode_then_steady(rows: tuple[int, int], d
             (q, n + q + seed % BLOCK, n, q * TOPK + 4 * (seed % 3), -2 if step == 0 else -1)
             for q, n in zip(rows, stable, strict=True)
         ]
-        case = lim_case(shapes, dtype=dtype, seed=seed + step)
+        case = lim_case(shapes, dtype=torch.float32 if dtype == torch.int8 else dtype, seed=seed + step)
+        case = quantised(case, seed + step) if dtype == torch.int8 else case
         case = case if pool is None else with_pool(case, pool)
         results = []
         for name in BACKENDS:
@@ -89,6 +98,19 @@ def test_bijection_over_a_life_first_decode_then_steady(rows: tuple[int, int], d
             check_offloaded(case, results[0], i, first=step == 0)
         assert untouched_rows(case, results[0])
         pool = results[0]["cache_slots_pool"]
+
+
+@pytest.mark.parametrize("keys", [1, TOPK, 33])
+def test_not_offloaded_int8_equals_the_plain_int8_indexer(each_backend: str, keys: int) -> None:
+    case = quantised(lim_case([(3, keys + 2, 0, 0, -3)], seed=keys), keys)
+    after = run(case)
+    plain = quant_lightning_indexer(
+        *(case["query"], case["index_weights"], case["query_dequant_scale"]),
+        *(case["index_key_cache"], case["index_key_dequant_scale"], case["index_block_table"]),
+        *(case["actual_seq_lengths_query"], case["actual_seq_lengths_key"]),
+        TOPK,
+    )
+    assert torch.equal(after["topk_src_ids"][:, 0], plain) and torch.equal(after["topk_dst_slots"][:, 0], plain)
 
 
 @pytest.mark.parametrize("keys", [1, TOPK - 1, TOPK, TOPK + 1, BLOCK, 33])
@@ -105,6 +127,26 @@ def test_not_offloaded_equals_the_plain_indexer(each_backend: str, keys: int, q:
     assert after["topk_miss_counts"].eq(0).all() and after["miss_counts"].eq(0).all()
     assert residents(after, 0) == {p: p for p in range(case["cache_slots_pool"].shape[1])}
     assert untouched_rows(case, after)
+
+
+def test_scores_come_with_the_selection_if_asked_for(each_backend: str) -> None:
+    case = lim_case([(2, 50, 44, 20, -2), (1, 9, 0, 0, -3), (1, 3, 0, 0, -2)], seed=7)
+    case["topk_scores"] = torch.full((4, 1, TOPK), float("nan"))
+    after = run(case)
+    dense = dense_scores(case)
+    for row in range(3):
+        chosen = after["topk_src_ids"][row, 0].tolist()
+        assert after["topk_scores"][row, 0].tolist() == [float(dense[row][p]) for p in chosen]
+    assert after["topk_scores"][3].eq(-torch.inf).all()  # a refused request
+    plain = run({name: value for name, value in case.items() if name != "topk_scores"})
+    assert all(torch.equal(after[name], value) for name, value in plain.items())
+
+
+def test_more_rows_than_share_a_tile_agree_on_the_victims(each_backend: str) -> None:
+    """20 rows of one request are scored in two parts; victims go by the sum over both."""
+    case = lim_case([(20, 250, 228, 168, -1)], width_blocks=64, seed=3)
+    case["cache_slots_pool"][5] = torch.arange(256)
+    check_victims(case)
 
 
 @pytest.mark.parametrize("path", [(-3, -1, -1), (-3, -2, -1), (-2, -1, -1)])
@@ -128,15 +170,22 @@ def test_a_full_hot_buffer_never_misses(each_backend: str) -> None:
     assert run(steady)["miss_counts"].tolist() == [0]
 
 
+def check_victims(case: dict[str, Tensor]) -> None:
+    """Of request 0, the only one, in state -1."""
+    after = run(case)
+    stable, capacity = int(case["offload_seq_lengths_key"][0]), int(case["num_cache_tokens"][0])
+    before = {p: slot for p, slot in residents(case, 0).items() if slot < capacity}
+    union = {p for ids in selections(case, 0) for p in ids}
+    total = torch.stack([scores[:stable] for scores in dense_scores(case)]).sum(0)
+    candidates = sorted(before.keys() - union, key=lambda p: (float(total[p]), -p))
+    victims = before.keys() - residents(after, 0).keys()
+    assert victims and victims == set(candidates[: len(victims)])
+
+
 def test_victims_have_the_lowest_summed_score(each_backend: str) -> None:
     case = lim_case([(2, 50, 44, 20, -1)], seed=9)
     case["cache_slots_pool"][5, 24:44] = torch.arange(20, dtype=torch.int32)
-    after = run(case)
-    union = {p for ids in selections(case, 0) for p in ids}
-    total = torch.stack([scores[:44] for scores in dense_scores(case)]).sum(0)
-    candidates = sorted(residents(case, 0).keys() - union, key=lambda p: (float(total[p]), -p))
-    victims = residents(case, 0).keys() - residents(after, 0).keys()
-    assert victims and victims == set(candidates[: len(victims)])
+    check_victims(case)
 
 
 ILLEGAL = {
@@ -192,6 +241,8 @@ def test_errors_name_the_argument(each_backend: str) -> None:
             case = {**lim_case([(1, 50, 44, 20, -2), (2, 50, 44, 20, -2)]), **changes}
             fused_lightning_indexer_manage(*case.values())
 
+    with pytest.raises(ValueError, match="dequant scales must be fp16"):
+        fused_quant_lightning_indexer_manage(*lim_case([(1, 50, 44, 20, -2)]).values())
     refused("dequant scales must be fp32", query_dequant_scale=torch.ones(3, 3, dtype=torch.float16))
     refused("miss outputs must be", miss_src_ids=torch.zeros(2, 8, dtype=torch.int64))
     refused("miss outputs must be", miss_dst_slots=torch.zeros(2, 8, dtype=torch.int32))

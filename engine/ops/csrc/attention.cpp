@@ -14,20 +14,23 @@ using Args = sluice_attention_args;
 void attend_row(const Args& a, int64_t request, int64_t row, int64_t head_begin, int64_t head_end, FirstFault& fault) {
   thread_local AttendSet set;
   const PagedRows table{nullptr, 0, a.blocks, a.block_size, a.max_blocks, a.block_table + request * a.max_blocks};
+  const LatentCache cache{static_cast<const char*>(a.ckv_cache), static_cast<const char*>(a.rope_cache), a.latent,
+                          a.rope, a.dtype};
   const int32_t* ids = a.topk_ids + row * a.topk;
   set.begin(a.max_blocks * a.block_size, a.topk);
   for (int64_t i = 0; i < a.topk; ++i) {
     if (ids[i] < 0) continue;
     const int64_t cache_row = table.row(ids[i]);
     if (cache_row < 0) return fault.report(row, ids[i]);
-    if (set.insert(ids[i])) set.add(cache_row);
+    if (set.insert(ids[i])) set.add(cache, cache_row);
   }
-  const int64_t bytes = element_bytes(a.dtype), head = row * a.heads + head_begin;
-  const LatentCache cache{static_cast<const char*>(a.ckv_cache), static_cast<const char*>(a.rope_cache), a.latent,
-                          a.rope, a.dtype};
-  attend(cache, set, static_cast<const char*>(a.query_nope) + head * a.latent * bytes,
-         static_cast<const char*>(a.query_rope) + head * a.rope * bytes, head_end - head_begin,
-         static_cast<float>(a.scale), static_cast<char*>(a.out) + head * a.latent * bytes);
+  set.end();
+  const int64_t head = row * a.heads + head_begin;
+  RowAttention attention(cache, static_cast<const char*>(a.query_nope) + head * cache.ckv_bytes(),
+                         static_cast<const char*>(a.query_rope) + head * cache.rope_bytes(), head_end - head_begin,
+                         static_cast<float>(a.scale));
+  for (int64_t t = 0; t < set.tiles(); ++t) attention.attend(set, t);
+  attention.finish(static_cast<char*>(a.out) + head * cache.ckv_bytes());
 }
 
 int run(const Args& a) {
@@ -37,10 +40,10 @@ int run(const Args& a) {
   for (int64_t i = 0, row = 0; i < a.requests; ++i)
     for (; row < a.query_ends[i]; ++row) owner[row] = static_cast<int32_t>(i);
   FirstFault fault;
-  const int64_t splits = head_splits(a.rows, a.heads, a.threads);
-  parallel_for(a.threads, a.rows * splits, [&](int64_t unit) {
-    const int64_t row = unit / splits, part = unit % splits;
-    attend_row(a, owner[row], row, a.heads * part / splits, a.heads * (part + 1) / splits, fault);
+  const HeadSplit split(a.rows, a.heads, a.threads);
+  parallel_for(a.threads, a.rows * split.parts, [&](int64_t unit) {
+    const int64_t row = unit / split.parts, part = unit % split.parts;
+    attend_row(a, owner[row], row, split.begin(part), split.end(part), fault);
   });
   if (fault)
     return invalid("topk_ids of row %lld name position %lld, for which block_table has no legal block (width %lld, "

@@ -1,4 +1,7 @@
-// sluice_copy_sparse_flash_attention (Copy-SFA): fetch the misses of a step from host memory, then attend.
+// sluice_copy_sparse_flash_attention (Copy-SFA): fetch the misses of a step from host memory while attending.
+//
+// A miss is attended to where it lies in host memory, so no unit waits for another's copies: each unit (a row, or some
+// heads of it) makes its share of its request's copies between its tiles, whose rows were prefetched before.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -15,7 +18,7 @@ namespace {
 
 using Args = sluice_copy_attention_args;
 
-constexpr int64_t kCopiesPerUnit = 128;
+constexpr int64_t kCopiesAhead = 4;
 constexpr int kHostToDevice = 0;
 
 PagedRows hbm_table(const Args& a, int64_t request) {
@@ -26,56 +29,123 @@ PagedRows dram_table(const Args& a, int64_t request) {
   return {nullptr, 0, a.dram_blocks, a.block_size, a.dram_max_blocks, a.dram_block_table + request * a.dram_max_blocks};
 }
 
-// A list of (source position, hot slot) pairs of one request to be copied; a pair with a negative member is skipped.
-struct CopyList {
-  int64_t request;
-  const int32_t* ids;
-  const int32_t* slots;
-  int64_t count;
-};
-
-// Returns the bytes copied.
-int64_t copy_pairs(const Args& a, const CopyList& list, FirstFault& fault) {
-  const PagedRows hbm = hbm_table(a, list.request), dram = dram_table(a, list.request);
-  const size_t ckv_bytes = static_cast<size_t>(a.latent * element_bytes(a.dtype));
-  const size_t rope_bytes = static_cast<size_t>(a.rope * element_bytes(a.dtype));
-  int64_t copied = 0;
-  for (int64_t i = 0; i < list.count; ++i) {
-    if (list.ids[i] < 0 || list.slots[i] < 0) continue;
-    const int64_t from = dram.row(list.ids[i]), to = hbm.row(list.slots[i]);
-    if (from < 0 || to < 0) {
-      fault.report(list.request, from < 0 ? list.ids[i] : list.slots[i]);
-      continue;
-    }
-    std::memcpy(static_cast<char*>(a.hbm_ckv) + static_cast<size_t>(to) * ckv_bytes,
-                static_cast<const char*>(a.dram_ckv) + static_cast<size_t>(from) * ckv_bytes, ckv_bytes);
-    std::memcpy(static_cast<char*>(a.hbm_rope) + static_cast<size_t>(to) * rope_bytes,
-                static_cast<const char*>(a.dram_rope) + static_cast<size_t>(from) * rope_bytes, rope_bytes);
-    ++copied;
-  }
-  return copied * static_cast<int64_t>(ckv_bytes + rope_bytes);
+LatentCache hbm_cache(const Args& a) {
+  return {static_cast<const char*>(a.hbm_ckv), static_cast<const char*>(a.hbm_rope), a.latent, a.rope, a.dtype};
 }
 
-// The misses of request i: its own list, or, if that is empty, the leading entries of its rows. (The selecting operator
-// makes both name the same pairs; a residency that fills only the list is served too.)
-int64_t copy_misses(const Args& a, FirstFault& fault) {
-  thread_local Scratch memory;
-  int64_t most = a.rows;
-  for (int64_t i = 0; i < a.requests; ++i) most += a.miss_counts[i] / kCopiesPerUnit + 1;
-  CopyList* lists = memory.take<CopyList>(most);
-  int64_t count = 0, row = 0;
-  for (int64_t i = 0; i < a.requests; ++i) {
-    const int32_t* ids = a.miss_src_ids + i * a.miss_capacity;
-    const int32_t* slots = a.miss_dst_slots + i * a.miss_capacity;
-    for (int64_t first = 0; first < a.miss_counts[i]; first += kCopiesPerUnit)
-      lists[count++] = {i, ids + first, slots + first, std::min(kCopiesPerUnit, a.miss_counts[i] - first)};
-    for (; row < a.query_ends[i]; ++row)
-      if (a.miss_counts[i] == 0 && a.topk_miss_counts[row] > 0)
-        lists[count++] = {i, a.topk_src_ids + row * a.topk, a.topk_dst_slots + row * a.topk, a.topk_miss_counts[row]};
+LatentCache dram_cache(const Args& a) {
+  return {static_cast<const char*>(a.dram_ckv), static_cast<const char*>(a.dram_rope), a.latent, a.rope, a.dtype};
+}
+
+// The distinct slots every request fetches, and the host row of each; a slot named twice gets the last. Made from the
+// request's own list or, if that is empty, from the leading entries of its rows. (The selecting operator makes both name
+// the same pairs; a residency that fills only the list is served too.)
+class Fetches {
+ public:
+  struct Pair {
+    int64_t host_row, hot_row;
+  };
+
+  Fetches(const Args& a, FirstFault& fault) : a_(a), positions_(a.hbm_max_blocks * a.block_size) {
+    int64_t room = 0;
+    for (int64_t i = 0; i < a.requests; ++i) room += a.miss_counts[i];
+    for (int64_t row = 0; row < a.rows; ++row) room += a.topk_miss_counts[row];
+    Buffers& buffers = memory();
+    pairs_ = buffers.pairs.take<Pair>(room);
+    first_ = buffers.first.take<int64_t>(a.requests + 1);
+    begin_marks(buffers);
+    first_[0] = 0;
+    for (int64_t i = 0, row = 0; i < a.requests; ++i) {
+      first_[i + 1] = first_[i];
+      add(i, a.miss_src_ids + i * a.miss_capacity, a.miss_dst_slots + i * a.miss_capacity, a.miss_counts[i], fault);
+      for (; row < a.query_ends[i]; ++row)
+        if (a.miss_counts[i] == 0)
+          add(i, a.topk_src_ids + row * a.topk, a.topk_dst_slots + row * a.topk, a.topk_miss_counts[row], fault);
+    }
   }
-  std::atomic<int64_t> bytes{0};
-  parallel_for(a.threads, count, [&](int64_t unit) { bytes += copy_pairs(a, lists[unit], fault); });
-  return bytes;
+
+  const Pair* pairs(int64_t request) const { return pairs_ + first_[request]; }
+  int64_t count(int64_t request) const { return first_[request + 1] - first_[request]; }
+  int64_t total() const { return first_[a_.requests]; }
+  // Host row that slot of the request is being fetched from, or -1.
+  int64_t source(int64_t request, int64_t slot) const {
+    const uint64_t mark = marks_[request * positions_ + slot];
+    return mark >> 32 == epoch_ ? pairs_[static_cast<uint32_t>(mark) + first_[request]].host_row : -1;
+  }
+
+ private:
+  struct Buffers {
+    Scratch pairs, first, marks;
+    uint64_t* mark = nullptr;
+    int64_t size = 0;
+    uint64_t epoch = 0;
+  };
+  static Buffers& memory() {
+    thread_local Buffers buffers;
+    return buffers;
+  }
+
+  // A mark is this call's epoch and the index of the slot's pair within its request; marks of older calls are void.
+  void begin_marks(Buffers& buffers) {
+    const int64_t size = a_.requests * positions_;
+    if (size > buffers.size) {
+      buffers.mark = buffers.marks.take<uint64_t>(size);
+      buffers.size = size;
+      buffers.epoch = 0;
+    }
+    if (buffers.epoch == 0 || buffers.epoch == 0xffffffffu) {
+      std::fill(buffers.mark, buffers.mark + buffers.size, uint64_t{0});
+      buffers.epoch = 0;
+    }
+    epoch_ = ++buffers.epoch;
+    marks_ = buffers.mark;
+  }
+
+  void add(int64_t request, const int32_t* ids, const int32_t* slots, int64_t count, FirstFault& fault) {
+    const PagedRows hbm = hbm_table(a_, request), dram = dram_table(a_, request);
+    for (int64_t i = 0; i < count; ++i) {
+      if (ids[i] < 0 || slots[i] < 0) continue;
+      const int64_t host_row = dram.row(ids[i]), hot_row = hbm.row(slots[i]);
+      if (host_row < 0 || hot_row < 0) {
+        fault.report(request, host_row < 0 ? ids[i] : slots[i]);
+        continue;
+      }
+      uint64_t& mark = marks_[request * positions_ + slots[i]];
+      if (mark >> 32 == epoch_) {
+        pairs_[first_[request] + static_cast<uint32_t>(mark)].host_row = host_row;
+        continue;
+      }
+      mark = epoch_ << 32 | static_cast<uint64_t>(first_[request + 1] - first_[request]);
+      pairs_[first_[request + 1]++] = {host_row, hot_row};
+    }
+  }
+
+  const Args& a_;
+  const int64_t positions_;
+  Pair* pairs_;
+  int64_t* first_;
+  uint64_t* marks_;
+  uint64_t epoch_;
+};
+
+// Makes copies [begin, end) of a request.
+void copy_pairs(const Args& a, const Fetches::Pair* pairs, int64_t begin, int64_t end) {
+  const LatentCache host = dram_cache(a), hot = hbm_cache(a);
+  const int64_t ckv_bytes = host.ckv_bytes(), rope_bytes = host.rope_bytes();
+  auto prefetch = [](const char* row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+  };
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kCopiesAhead < end) {
+      prefetch(host.ckv_row(pairs[i + kCopiesAhead].host_row), ckv_bytes);
+      prefetch(host.rope_row(pairs[i + kCopiesAhead].host_row), rope_bytes);
+    }
+    const Fetches::Pair& pair = pairs[i];
+    std::memcpy(const_cast<char*>(hot.ckv_row(pair.hot_row)), host.ckv_row(pair.host_row),
+                static_cast<size_t>(ckv_bytes));
+    std::memcpy(const_cast<char*>(hot.rope_row(pair.hot_row)), host.rope_row(pair.host_row),
+                static_cast<size_t>(rope_bytes));
+  }
 }
 
 // Tells the emulated driver, where there is one in this process.
@@ -90,32 +160,51 @@ void report_copy(int64_t device, int64_t bytes) {
   if (count != nullptr && bytes > 0) count(static_cast<int>(device), kHostToDevice, static_cast<uint64_t>(bytes));
 }
 
-void attend_row(const Args& a, int64_t request, int64_t row, int64_t head_begin, int64_t head_end, FirstFault& fault) {
-  thread_local AttendSet set;
+// What one row attends to: misses first, in host memory, then what is in the hot buffer.
+void collect(const Args& a, const Fetches& fetches, int64_t request, int64_t row, AttendSet& set, FirstFault& fault) {
   const PagedRows table = hbm_table(a, request);
+  const LatentCache hot = hbm_cache(a), host = dram_cache(a);
   const int64_t kept = a.cache_tokens[request], length = a.kv_lens[request];
   const int64_t visible = length == 0 ? 0 : length - (a.query_ends[request] - 1 - row);
   set.begin(a.hbm_max_blocks * a.block_size, a.topk + std::max<int64_t>(visible - kept, 0));
-  auto add = [&](int64_t slot) {
-    const int64_t cache_row = table.row(slot);
-    if (cache_row < 0)
-      fault.report(request, slot);
-    else if (set.insert(slot))
-      set.add(cache_row);
-  };
-  if (visible > 0) {
-    const int32_t* slots = a.topk_dst_slots + row * a.topk;
+  if (visible <= 0) return;
+  const int32_t* slots = a.topk_dst_slots + row * a.topk;
+  for (const bool missing : {true, false}) {
+    auto add = [&](int64_t slot) {
+      const int64_t cache_row = table.row(slot);
+      if (cache_row < 0) return fault.report(request, slot);
+      const int64_t source = fetches.source(request, slot);
+      if ((source >= 0) == missing && set.insert(slot)) set.add(missing ? host : hot, missing ? source : cache_row);
+    };
+    if (missing && fetches.count(request) == 0) continue;
     if (kept > 0)
       for (int64_t i = 0; i < a.topk; ++i)
         if (slots[i] >= 0) add(slots[i]);
     for (int64_t slot = kept; slot < visible; ++slot) add(slot);
   }
-  const int64_t bytes = element_bytes(a.dtype), head = row * a.heads + head_begin;
-  const LatentCache cache{static_cast<const char*>(a.hbm_ckv), static_cast<const char*>(a.hbm_rope), a.latent, a.rope,
-                          a.dtype};
-  attend(cache, set, static_cast<const char*>(a.query) + head * a.latent * bytes,
-         static_cast<const char*>(a.query_rope) + head * a.rope * bytes, head_end - head_begin,
-         static_cast<float>(a.scale), static_cast<char*>(a.out) + head * a.latent * bytes);
+  set.end();
+}
+
+// Part `part` of `parts` of the request's copies is made along the way.
+void attend_row(const Args& a, const Fetches& fetches, int64_t request, int64_t row, int64_t head_begin,
+                int64_t head_end, int64_t part, int64_t parts, FirstFault& fault) {
+  thread_local AttendSet set;
+  collect(a, fetches, request, row, set, fault);
+  const Fetches::Pair* pairs = fetches.pairs(request);
+  const int64_t tiles = set.tiles();
+  const int64_t first = fetches.count(request) * part / parts;
+  const int64_t share = fetches.count(request) * (part + 1) / parts - first;
+  const LatentCache cache = hbm_cache(a);
+  const int64_t head = row * a.heads + head_begin;
+  RowAttention attention(cache, static_cast<const char*>(a.query) + head * cache.ckv_bytes(),
+                         static_cast<const char*>(a.query_rope) + head * cache.rope_bytes(), head_end - head_begin,
+                         static_cast<float>(a.scale));
+  for (int64_t t = 0; t < tiles; ++t) {
+    attention.attend(set, t);
+    copy_pairs(a, pairs, first + share * t / tiles, first + share * (t + 1) / tiles);
+  }
+  if (tiles == 0) copy_pairs(a, pairs, first, first + share);
+  attention.finish(static_cast<char*>(a.out) + head * cache.ckv_bytes());
 }
 
 int check(const Args& a) {
@@ -138,21 +227,28 @@ int check(const Args& a) {
 int run(const Args& a) {
   if (check(a)) return SLUICE_INVALID;
   FirstFault fault;
-  const int64_t bytes = copy_misses(a, fault);
-  if (a.copied_bytes != nullptr) *a.copied_bytes = bytes;
-  report_copy(a.device, bytes);
+  const Fetches fetches(a, fault);
   if (fault)
     return invalid("miss list of request %lld names position or slot %lld, for which its block table has no legal block",
                    static_cast<long long>(fault.where()), static_cast<long long>(fault.value()));
+  const LatentCache cache = hbm_cache(a);
+  const int64_t bytes = fetches.total() * (cache.ckv_bytes() + cache.rope_bytes());
+  if (a.copied_bytes != nullptr) *a.copied_bytes = bytes;
+  report_copy(a.device, bytes);
+
+  for (int64_t i = 0; i < a.requests; ++i)  // requests without a row have no unit
+    if (a.query_ends[i] == (i ? a.query_ends[i - 1] : 0)) copy_pairs(a, fetches.pairs(i), 0, fetches.count(i));
 
   thread_local Scratch owner_memory;
   int32_t* owner = owner_memory.take<int32_t>(a.rows);  // request of each row
   for (int64_t i = 0, row = 0; i < a.requests; ++i)
     for (; row < a.query_ends[i]; ++row) owner[row] = static_cast<int32_t>(i);
-  const int64_t splits = head_splits(a.rows, a.heads, a.threads);
-  parallel_for(a.threads, a.rows * splits, [&](int64_t unit) {
-    const int64_t row = unit / splits, part = unit % splits;
-    attend_row(a, owner[row], row, a.heads * part / splits, a.heads * (part + 1) / splits, fault);
+  const HeadSplit split(a.rows, a.heads, a.threads);
+  parallel_for(a.threads, a.rows * split.parts, [&](int64_t unit) {
+    const int64_t row = unit / split.parts, part = unit % split.parts, request = owner[row];
+    const int64_t begin = request ? a.query_ends[request - 1] : 0, rows = a.query_ends[request] - begin;
+    attend_row(a, fetches, request, row, split.begin(part), split.end(part), (row - begin) * split.parts + part,
+               rows * split.parts, fault);
   });
   if (fault)
     return invalid("request %lld attends to hot slot %lld, for which hbm_block_table has no legal block (width %lld)",

@@ -13,12 +13,13 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512DotKernels;
 #endif
 
 namespace {
 
 struct Supported {
-  const Kernels* tables[3] = {};
+  const Kernels* tables[4] = {};
   int count = 0;
   std::string names;
 
@@ -26,9 +27,10 @@ struct Supported {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-      add(kAvx512Kernels);
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) add(kAvx512DotKernels);
+    if (avx512) add(kAvx512Kernels);
     if (avx2) add(kAvx2Kernels);
 #endif
     add(kPortableKernels);

@@ -1,41 +1,91 @@
 // The inner loops, compiled once per instruction set and chosen at run time.
+//
+// Query heads are the lanes of the vectors: a packed query ("panel") holds, for each vector of heads, its words in order
+// of dimension, one per lane; rows of a cache are read where they are, word by word, each broadcast to all lanes. A word
+// is what one instruction multiplies and adds up: a float32, a pair of bfloat16 or four int8.
 #pragma once
 
 #include <cstdint>
 
 namespace sluice {
 
-// Keys scored or attended together. All packed buffers are this many keys wide.
-constexpr int64_t kKeyTile = 32;
-// Rows of float32 scratch matrices are padded to this many elements.
-constexpr int64_t kRowPad = 16;
+// Cache rows attended to together.
+constexpr int64_t kAttendTile = 128;
+// Cache rows scored together.
+constexpr int64_t kScoreTile = 64;
 
-constexpr int64_t padded(int64_t n) { return (n + kRowPad - 1) / kRowPad * kRowPad; }
+// A function table and the element format it reads.
+enum class Format : int64_t { kFloat32, kBfloat16, kInt8 };
+constexpr int64_t elements_per_word(Format format) {
+  return format == Format::kFloat32 ? 1 : format == Format::kBfloat16 ? 2 : 4;
+}
 
-// Function table of one instruction set. Scores of one (query row, key) pair are summed in one fixed order (dims, then
-// heads), whatever the tile or batch they were computed in, so prefill and decode rank keys alike.
+// Index scores of one query row.
+struct ScoreTask {
+  const void* panel;        // [vectors][words][lanes] words
+  const float* weights;     // [vectors][lanes], 0 in lanes without a head
+  const int32_t* live;      // [vectors][lanes], -1 in lanes with a head, else 0
+  const int32_t* bias;      // int8 only: [vectors][lanes], -128 * sum of the head's elements
+  int64_t vectors, words;
+  const void* const* rows;  // [kScoreTile] keys; int8: with 128 added to every element
+  int64_t count;            // of them to be scored, the rest are readable
+  float* out;               // [kScoreTile]
+};
+
+// One tile of running-softmax attention of one query row.
+struct AttendTask {
+  const void* panel;  // [vectors][latent words, then rope words][lanes] words
+  int64_t vectors, latent, rope;
+  const void* const* ckv;        // [kAttendTile] rows, readable beyond count
+  const void* const* rope_rows;  // likewise
+  int64_t count;
+  // Rows wanted next; they are prefetched while this tile is computed. next_count may be 0.
+  const void* const* next_ckv;
+  const void* const* next_rope;
+  int64_t next_count;
+  float scale;
+  float* peak;    // [vectors][lanes]
+  float* total;   // [vectors][lanes]
+  float* acc;     // see acc_of
+  void* scratch;  // scratch_bytes
+};
+
+// Scores of one (query row, key) pair are summed in one fixed order, whatever the tile or batch they were computed in,
+// so prefill and decode rank keys alike.
 struct Kernels {
   const char* name;
+  int64_t lanes;  // heads per vector
 
-  // dst[i] = float(src[i]); dtype is one of SLUICE_FLOAT32/BFLOAT16/FLOAT16.
+  // dst[i] = float(src[i]); dtype is a SLUICE_ code.
   void (*widen)(const void* src, int64_t dtype, float* dst, int64_t count);
-  // dst[i] = dtype(src[i] * factor), rounded to nearest even.
+  // dst[i] = dtype(src[i] * factor), rounded to nearest even; not for int8.
   void (*narrow)(const float* src, float factor, int64_t dtype, void* dst, int64_t count);
-  // packed[d][k] = rows[k * stride + d] for kKeyTile rows; stride is a multiple of kRowPad.
-  void (*pack)(const float* rows, int64_t stride, float* packed);
-  // out[h][k] = sum_d q[h][d] * packed[d][k]
-  void (*dots)(const float* q, int64_t heads, int64_t dims, const float* packed, float* out);
-  // out[k] = sum_h weights[h] * relu(sum_d q[h][d] * packed[d][k])
-  void (*index_scores)(const float* q, const float* weights, int64_t heads, int64_t dims, const float* packed,
-                       float* out);
-  // One step of the running softmax of one head over `count` scores: scores become exp(scale * s - new maximum),
-  // `peak` and `total` are brought up to date; returns the factor for what was accumulated before.
-  float (*softmax)(float* scores, int64_t count, float scale, float* peak, float* total);
-  // acc[h][c] = acc[h][c] * decay[h] + sum_k probs[h][k] * rows[k][c], c < width; all rows `stride` apart but probs
-  // (kKeyTile) and acc (width, a multiple of kRowPad).
-  void (*accumulate)(const float* probs, const float* decay, int64_t heads, int64_t count, const float* rows,
-                     int64_t stride, int64_t width, float* acc);
+  // out[k] = sum_h weights[h] * relu(q_h . key_k), for float32 rows.
+  void (*index_scores)(const ScoreTask& task);
+  // The same for bfloat16 rows; null where the instruction set has no such products.
+  void (*index_scores_bfloat16)(const ScoreTask& task);
+  // out[k] = sum_h weights[h] * half(relu(q_h . key_k) / 1024): int8 values widened to float32 (exact up to
+  // kExactInt8Dims), and int8 itself (null where there are no such products).
+  void (*quant_scores)(const ScoreTask& task);
+  void (*quant_scores_int8)(const ScoreTask& task);
+  // Advances peak, total and acc over the task's rows; for float32 and bfloat16 (may be null) rows.
+  void (*attend)(const AttendTask& task);
+  void (*attend_bfloat16)(const AttendTask& task);
 };
+
+// Most dimensions for which a sum of products of int8 values is exact in float32.
+constexpr int64_t kExactInt8Dims = 1024;
+
+// The vectors of acc are grouped in twos (the last may be single); a group of V vectors starting at vector v is
+// [latent][V][lanes] floats at acc + v * latent * lanes.
+inline float acc_of(const float* acc, int64_t latent, int64_t vectors, int64_t lanes, int64_t head, int64_t c) {
+  const int64_t first = head / lanes / 2 * 2, width = (vectors - first < 2 ? 1 : 2) * lanes;
+  return acc[first * latent * lanes + c * width + head - first * lanes];
+}
+
+inline int64_t attend_scratch_bytes(int64_t latent, int64_t lanes) {
+  return kAttendTile * (2 * lanes * 4 * 2 + latent * 4);
+}
 
 // The selected table (the best this machine runs, unless sluice_ops_select_isa said otherwise).
 const Kernels& kernels();

@@ -1,13 +1,17 @@
 // Kernels for x86 with AVX2, FMA and F16C.
 #if defined(__x86_64__)
 
+#include <immintrin.h>
+
+#include <type_traits>
+
 #include "kernels.h"
 #include "sluice_ops.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define SLUICE_LANES 8
-#define SLUICE_HEAD_BLOCK 4
+#define SLUICE_BLOCK 4
 #define SLUICE_ISA_NAME "avx2"
 
 namespace sluice {

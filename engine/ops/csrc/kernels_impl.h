@@ -1,14 +1,16 @@
 // Bodies of the kernels. No include guard: included once per instruction set, in a namespace of its own, with
-// SLUICE_LANES (floats per vector register), SLUICE_HEAD_BLOCK (heads accumulated together in registers) and
-// SLUICE_ISA_NAME defined.
-// Only compiler vector extensions are used, so the same text serves x86 and aarch64.
+// SLUICE_LANES (floats per vector register), SLUICE_BLOCK (rows multiplied together with two vectors of heads; divides
+// the tiles) and SLUICE_ISA_NAME defined, and SLUICE_HAS_DOT where there are products of bfloat16 pairs and int8 quads.
+// But for those, rounding to half precision and prefetching only compiler vector extensions are used, so the same text
+// serves x86 and aarch64.
 
 constexpr int kLanes = SLUICE_LANES;
-constexpr int kVectors = static_cast<int>(kKeyTile) / kLanes;
+constexpr int kBlock = SLUICE_BLOCK;
 
 typedef float vec __attribute__((vector_size(SLUICE_LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(SLUICE_LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(SLUICE_LANES * 4), aligned(4), may_alias));
+typedef int32_t loose_ivec __attribute__((vector_size(SLUICE_LANES * 4), aligned(4), may_alias));
 
 #if defined(__aarch64__)
 typedef __fp16 half;  // g++ knows _Float16 there from version 13 on only
@@ -18,6 +20,7 @@ typedef _Float16 half;
 
 inline vec load(const float* p) { return *reinterpret_cast<const loose_vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<loose_vec*>(p) = v; }
+inline ivec load(const int32_t* p) { return *reinterpret_cast<const loose_ivec*>(p); }
 inline vec splat(float x) { return x - vec{}; }
 
 inline float from_bits(uint32_t bits) {
@@ -26,14 +29,28 @@ inline float from_bits(uint32_t bits) {
   return value;
 }
 
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline uint16_t to_bfloat16(float value) {
+  const uint32_t bits = to_bits(value);
+  return static_cast<uint16_t>(value != value ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 void widen(const void* src, int64_t dtype, float* dst, int64_t count) {
   if (dtype == SLUICE_FLOAT32) {
     __builtin_memcpy(dst, src, static_cast<uint64_t>(count) * 4);
   } else if (dtype == SLUICE_BFLOAT16) {
     const uint16_t* from = static_cast<const uint16_t*>(src);
     for (int64_t i = 0; i < count; ++i) dst[i] = from_bits(static_cast<uint32_t>(from[i]) << 16);
-  } else {
+  } else if (dtype == SLUICE_FLOAT16) {
     const half* from = static_cast<const half*>(src);
+    for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<float>(from[i]);
+  } else {
+    const int8_t* from = static_cast<const int8_t*>(src);
     for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<float>(from[i]);
   }
 }
@@ -44,106 +61,10 @@ void narrow(const float* src, float factor, int64_t dtype, void* dst, int64_t co
     for (int64_t i = 0; i < count; ++i) to[i] = src[i] * factor;
   } else if (dtype == SLUICE_BFLOAT16) {
     uint16_t* to = static_cast<uint16_t*>(dst);
-    for (int64_t i = 0; i < count; ++i) {
-      float value = src[i] * factor;
-      uint32_t bits;
-      __builtin_memcpy(&bits, &value, 4);
-      uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-      to[i] = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-    }
+    for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(src[i] * factor);
   } else {
     half* to = static_cast<half*>(dst);
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<half>(src[i] * factor);
-  }
-}
-
-// Interleaves the lower (upper) halves of a and b; log2(kLanes) rounds of it transpose a square of vectors.
-#if SLUICE_LANES == 16
-inline vec zip_low(vec a, vec b) {
-  return __builtin_shuffle(a, b, ivec{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-}
-inline vec zip_high(vec a, vec b) {
-  return __builtin_shuffle(a, b, ivec{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-}
-#elif SLUICE_LANES == 8
-inline vec zip_low(vec a, vec b) { return __builtin_shuffle(a, b, ivec{0, 8, 1, 9, 2, 10, 3, 11}); }
-inline vec zip_high(vec a, vec b) { return __builtin_shuffle(a, b, ivec{4, 12, 5, 13, 6, 14, 7, 15}); }
-#else
-inline vec zip_low(vec a, vec b) { return __builtin_shuffle(a, b, ivec{0, 4, 1, 5}); }
-inline vec zip_high(vec a, vec b) { return __builtin_shuffle(a, b, ivec{2, 6, 3, 7}); }
-#endif
-
-void pack(const float* rows, int64_t stride, float* packed) {
-  for (int64_t k = 0; k < kKeyTile; k += kLanes) {
-    for (int64_t d = 0; d < stride; d += kLanes) {
-      vec square[kLanes], next[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load(rows + (k + i) * stride + d);
-      for (int round = 1; round < kLanes; round *= 2) {
-        for (int i = 0; i < kLanes / 2; ++i) {
-          next[2 * i] = zip_low(square[i], square[i + kLanes / 2]);
-          next[2 * i + 1] = zip_high(square[i], square[i + kLanes / 2]);
-        }
-        for (int i = 0; i < kLanes; ++i) square[i] = next[i];
-      }
-      for (int i = 0; i < kLanes; ++i) store(packed + (d + i) * kKeyTile + k, square[i]);
-    }
-  }
-}
-
-// acc[h][v] = dot products of H heads with 2 vectors of keys starting at packed[.][0].
-template <int H>
-inline void dot_block(const float* q, int64_t dims, const float* packed, vec (&acc)[H][2]) {
-  for (int h = 0; h < H; ++h) acc[h][0] = acc[h][1] = vec{};
-  for (int64_t d = 0; d < dims; ++d) {
-    const vec k0 = load(packed + d * kKeyTile), k1 = load(packed + d * kKeyTile + kLanes);
-    for (int h = 0; h < H; ++h) {
-      const float x = q[h * dims + d];
-      acc[h][0] += x * k0;
-      acc[h][1] += x * k1;
-    }
-  }
-}
-
-template <int H>
-inline void dots_of(const float* q, int64_t dims, const float* packed, float* out) {
-  for (int v = 0; v < kVectors; v += 2) {
-    vec acc[H][2];
-    dot_block<H>(q, dims, packed + v * kLanes, acc);
-    for (int h = 0; h < H; ++h) {
-      store(out + h * kKeyTile + v * kLanes, acc[h][0]);
-      store(out + h * kKeyTile + (v + 1) * kLanes, acc[h][1]);
-    }
-  }
-}
-
-void dots(const float* q, int64_t heads, int64_t dims, const float* packed, float* out) {
-  int64_t h = 0;
-  for (; h + SLUICE_HEAD_BLOCK <= heads; h += SLUICE_HEAD_BLOCK)
-    dots_of<SLUICE_HEAD_BLOCK>(q + h * dims, dims, packed, out + h * kKeyTile);
-  for (; h + 2 <= heads; h += 2) dots_of<2>(q + h * dims, dims, packed, out + h * kKeyTile);
-  for (; h < heads; ++h) dots_of<1>(q + h * dims, dims, packed, out + h * kKeyTile);
-}
-
-template <int H>
-inline void score_block(const float* q, const float* weights, int64_t dims, const float* packed, vec (&score)[2]) {
-  vec acc[H][2];
-  dot_block<H>(q, dims, packed, acc);
-  for (int h = 0; h < H; ++h) {
-    score[0] += weights[h] * (acc[h][0] < 0.0f ? vec{} : acc[h][0]);
-    score[1] += weights[h] * (acc[h][1] < 0.0f ? vec{} : acc[h][1]);
-  }
-}
-
-void index_scores(const float* q, const float* weights, int64_t heads, int64_t dims, const float* packed, float* out) {
-  for (int v = 0; v < kVectors; v += 2) {
-    vec score[2] = {};
-    const float* keys = packed + v * kLanes;
-    int64_t h = 0;
-    for (; h + SLUICE_HEAD_BLOCK <= heads; h += SLUICE_HEAD_BLOCK)
-      score_block<SLUICE_HEAD_BLOCK>(q + h * dims, weights + h, dims, keys, score);
-    for (; h < heads; ++h) score_block<1>(q + h * dims, weights + h, dims, keys, score);
-    store(out + v * kLanes, score[0]);
-    store(out + (v + 1) * kLanes, score[1]);
   }
 }
 
@@ -169,59 +90,85 @@ inline vec exp_of(vec x) {
   return tiny ? vec{} : result;
 }
 
-float softmax(float* scores, int64_t count, float scale, float* peak, float* total) {
-  for (int64_t k = count; k < kKeyTile; ++k) scores[k] = -__builtin_inff();
-  vec high = splat(-__builtin_inff());
-  for (int v = 0; v < kVectors; ++v) {
-    vec s = load(scores + v * kLanes);
-    if (v * kLanes < count) s = s * scale;
-    store(scores + v * kLanes, s);
-    high = s > high ? s : high;
-  }
-  float top = *peak;
-  for (int i = 0; i < kLanes; ++i) top = high[i] > top ? high[i] : top;
-  vec sum{};
-  for (int v = 0; v < kVectors; ++v) {
-    const vec p = exp_of(load(scores + v * kLanes) - top);
-    store(scores + v * kLanes, p);
-    sum += p;
-  }
-  float added = 0.0f;
-  for (int i = 0; i < kLanes; ++i) added += sum[i];
-  const float decay = exp_of(splat(*peak - top))[0];
-  *total = *total * decay + added;
-  *peak = top;
-  return decay;
+// Rounds to half precision and back.
+inline vec through_half(vec x) {
+#if SLUICE_LANES == 16
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif SLUICE_LANES == 8
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(static_cast<half>(x[i]));
+  return x;
+#endif
 }
 
-template <int H>
-inline void accumulate_block(const float* probs, const float* decay, int64_t count, const float* rows, int64_t stride,
-                             int64_t width, float* acc) {
-  constexpr int kStep = 16 / kLanes > 2 ? 2 : 16 / kLanes;  // vectors per step; kRowPad is a multiple of their width
-  for (int64_t c = 0; c < width; c += kStep * kLanes) {
-    vec sum[H][kStep];
-    for (int h = 0; h < H; ++h)
-      for (int v = 0; v < kStep; ++v) sum[h][v] = load(acc + h * width + c + v * kLanes) * decay[h];
-    for (int64_t k = 0; k < count; ++k) {
-      vec value[kStep];
-      for (int v = 0; v < kStep; ++v) value[v] = load(rows + k * stride + c + v * kLanes);
-      for (int h = 0; h < H; ++h)
-        for (int v = 0; v < kStep; ++v) sum[h][v] += probs[h * kKeyTile + k] * value[v];
+// How words of one format are multiplied: Sum is a vector of sums, Word what is broadcast.
+struct FloatWords {
+  typedef float Word;
+  typedef vec Sum;
+  static constexpr int kElements = 1;
+  static Sum zero() { return vec{}; }
+  static Sum add(Sum sum, const Word* heads, Word key) { return sum + load(heads) * key; }
+  static vec value(Sum sum) { return sum; }
+};
+
+#ifdef SLUICE_HAS_DOT
+struct Bfloat16Words {
+  typedef uint32_t Word;
+  typedef vec Sum;
+  static constexpr int kElements = 2;
+  static Sum zero() { return vec{}; }
+  static Sum add(Sum sum, const Word* heads, Word key) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(heads),
+                            (__m512bh)_mm512_set1_epi32(static_cast<int>(key)));
+  }
+  static vec value(Sum sum) { return sum; }
+};
+
+struct Int8Words {
+  typedef uint32_t Word;
+  typedef __m512i Sum;
+  static constexpr int kElements = 4;
+  static Sum add(Sum sum, const Word* heads, Word key) {
+    return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(static_cast<int>(key)), _mm512_loadu_si512(heads));
+  }
+  static vec value(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+};
+#endif
+
+// sum[k][v] += the products of V vectors of heads (at heads, heads + stride) with kBlock rows over `words` words;
+// word(k, w) is the w-th word of row k.
+template <typename Words, int V, typename At>
+inline void multiply(const typename Words::Word* heads, int64_t stride, int64_t words, const At& word,
+                     typename Words::Sum (&sum)[kBlock][V]) {
+  for (int64_t w = 0; w < words; ++w) {
+    for (int k = 0; k < kBlock; ++k) {
+      const typename Words::Word key = word(k, w);
+      for (int v = 0; v < V; ++v) sum[k][v] = Words::add(sum[k][v], heads + v * stride + w * kLanes, key);
     }
-    for (int h = 0; h < H; ++h)
-      for (int v = 0; v < kStep; ++v) store(acc + h * width + c + v * kLanes, sum[h][v]);
   }
 }
 
-void accumulate(const float* probs, const float* decay, int64_t heads, int64_t count, const float* rows,
-                int64_t stride, int64_t width, float* acc) {
-  int64_t h = 0;
-  for (; h + SLUICE_HEAD_BLOCK <= heads; h += SLUICE_HEAD_BLOCK)
-    accumulate_block<SLUICE_HEAD_BLOCK>(probs + h * kKeyTile, decay + h, count, rows, stride, width, acc + h * width);
-  for (; h + 2 <= heads; h += 2)
-    accumulate_block<2>(probs + h * kKeyTile, decay + h, count, rows, stride, width, acc + h * width);
-  for (; h < heads; ++h)
-    accumulate_block<1>(probs + h * kKeyTile, decay + h, count, rows, stride, width, acc + h * width);
-}
+#include "kernels_attend.h"
+#include "kernels_score.h"
 
-constexpr Kernels kTable = {SLUICE_ISA_NAME, widen, narrow, pack, dots, index_scores, softmax, accumulate};
+constexpr Kernels kTable = {
+    SLUICE_ISA_NAME,
+    kLanes,
+    widen,
+    narrow,
+    index_scores<FloatWords, false>,
+#ifdef SLUICE_HAS_DOT
+    index_scores<Bfloat16Words, false>,
+    index_scores<FloatWords, true>,
+    index_scores<Int8Words, true>,
+    attend_tile<FloatWords>,
+    attend_tile<Bfloat16Words>,
+#else
+    nullptr,
+    index_scores<FloatWords, true>,
+    nullptr,
+    attend_tile<FloatWords>,
+    nullptr,
+#endif
+};

@@ -1,12 +1,11 @@
-// sluice_lightning_indexer_manage (LIM): select each row's top-k and keep the request's map of hot slots up to date.
+// sluice_lightning_indexer_manage (LIM, for int8 LIM C8): select each row's top-k and keep the request's map of hot slots
+// up to date.
 #include <algorithm>
 #include <climits>
 
+#include "bits.h"
 #include "error.h"
-#include "kernels.h"
-#include "paged.h"
 #include "parallel.h"
-#include "score_stream.h"
 #include "select.h"
 #include "sluice_ops.h"
 #include "topk.h"
@@ -27,9 +26,12 @@ struct Request {
   const Args& a;
   int64_t index, begin, end;  // rows [begin, end)
   int32_t state, stable, capacity, keys;
-  int32_t* slot_of;  // [pool_width], hot slot of each source position, negative: not resident
+  int32_t* slot_of;      // [pool_width], hot slot of each source position, negative: not resident
+  uint64_t* resident;    // bits of [0, stable): what is resident when the call begins
+  const float* totals;   // [row tiles, totals_stride]: score of each position, summed over the rows of a tile
+  int64_t totals_stride;
 
-  Request(const Args& args, int64_t i)
+  Request(const Args& args, int64_t i, uint64_t* resident_bits, const float* score_totals, int64_t stride)
       : a(args),
         index(i),
         begin(i ? args.query_ends[i - 1] : 0),
@@ -38,11 +40,15 @@ struct Request {
         stable(args.stable_lens[i]),
         capacity(args.cache_tokens[i]),
         keys(args.key_lens[i]),
-        slot_of(args.slots_pool + args.pool_entries[i] * args.pool_width) {}
+        slot_of(args.slots_pool + args.pool_entries[i] * args.pool_width),
+        resident(resident_bits),
+        totals(score_totals),
+        totals_stride(stride) {}
 
   int64_t rows() const { return end - begin; }
   int32_t* sources(int64_t row) const { return a.topk_src_ids + row * a.topk; }
   int32_t* slots(int64_t row) const { return a.topk_dst_slots + row * a.topk; }
+  float* scores(int64_t row) const { return a.topk_scores + row * a.topk; }
   int32_t* miss_sources() const { return a.miss_src_ids + index * a.miss_capacity; }
   int32_t* miss_slots() const { return a.miss_dst_slots + index * a.miss_capacity; }
 };
@@ -53,23 +59,37 @@ bool is_identity(const Request& r) {
   return true;
 }
 
-// Exactly `capacity` residents, all below `stable`, their slots a bijection on [0, capacity).
+// Whether there are exactly `capacity` residents, all below `stable`, their slots a bijection on [0, capacity). Sets
+// `resident` to them.
 bool is_bijection(const Request& r) {
   thread_local Scratch memory;
-  uint8_t* taken = memory.take<uint8_t>(r.capacity);
-  std::fill(taken, taken + r.capacity, uint8_t{0});
-  int64_t residents = 0;
-  for (int64_t s = 0; s < r.a.pool_width; ++s) {
-    const int32_t slot = r.slot_of[s];
-    if (slot < 0) continue;
-    if (s >= r.stable || slot >= r.capacity || taken[slot]) return false;
-    taken[slot] = 1;
-    ++residents;
+  uint64_t* taken = memory.take<uint64_t>(bit_words(r.capacity));
+  clear_bits(taken, r.capacity);
+  int32_t outside = -1;  // negative while everything from `stable` on is
+  for (int64_t s = r.stable; s < r.a.pool_width; ++s) outside &= r.slot_of[s];
+  if (outside >= 0) return false;
+  for (int64_t s = 0; s < r.stable; s += 64) {
+    const int64_t end = std::min<int64_t>(s + 64, r.stable);
+    uint64_t word = 0;
+    for (int64_t at = s; at < end; ++at) word |= static_cast<uint64_t>(r.slot_of[at] >= 0) << (at - s);
+    r.resident[s / 64] = word;
   }
-  return residents == r.capacity;
+  int64_t residents = 0;
+  bool legal = true;
+  for_bits(bit_words(r.stable), [&](int64_t w) { return r.resident[w]; }, [&](int64_t s) {
+    const int32_t slot = r.slot_of[s];
+    if (slot >= r.capacity || has_bit(taken, slot)) {
+      legal = false;
+      return;
+    }
+    set_bit(taken, slot);
+    ++residents;
+  });
+  return legal && residents == r.capacity;
 }
 
-// Whether the request keeps the operator's preconditions.
+// Whether the request keeps the operator's preconditions; if it does in state -1, `resident` is set (an identity row is
+// cut to its first `capacity` positions).
 bool is_legal(const Request& r) {
   const int64_t rows = r.rows(), topk = r.a.topk, block = r.a.block_size;
   if (r.keys < rows || r.keys > r.a.pool_width) return false;
@@ -79,7 +99,12 @@ bool is_legal(const Request& r) {
   if (r.stable % block || r.capacity % block || r.stable > (r.keys - rows) / block * block) return false;
   if (r.capacity > r.a.miss_capacity) return false;
   if (r.stable <= rows * topk ? r.capacity != r.stable : r.capacity < rows * topk) return false;
-  return r.state == kFirstDecode || is_identity(r) || is_bijection(r);
+  if (r.state == kFirstDecode) return true;
+  if (!is_identity(r)) return is_bijection(r);
+  std::fill(r.slot_of + r.capacity, r.slot_of + r.a.pool_width, kNoSlot);
+  clear_bits(r.resident, r.stable);
+  for (int64_t s = 0; s < r.capacity; ++s) set_bit(r.resident, s);
+  return true;
 }
 
 void refuse(const Request& r) {
@@ -87,6 +112,8 @@ void refuse(const Request& r) {
   for (int64_t row = r.begin; row < r.end; ++row) {
     std::fill(r.sources(row), r.sources(row) + r.a.topk, -1);
     std::fill(r.slots(row), r.slots(row) + r.a.topk, -1);
+    if (r.a.topk_scores != nullptr)
+      std::fill(r.scores(row), r.scores(row) + r.a.topk, -__builtin_inff());
     r.a.topk_miss_counts[row] = 0;
   }
 }
@@ -101,84 +128,87 @@ void not_offloaded(const Request& r) {
   for (int64_t s = 0; s < r.a.pool_width; ++s) r.slot_of[s] = static_cast<int32_t>(s);
 }
 
-// members[s] = 1 for every position below `stable` in some row's top-k.
-uint8_t* mark_members(const Request& r, Scratch& memory) {
-  uint8_t* members = memory.take<uint8_t>(r.stable);
-  std::fill(members, members + r.stable, uint8_t{0});
+// The positions in some row's top-k, as bits of [0, stable).
+uint64_t* union_of_rows(const Request& r) {
+  thread_local Scratch memory;
+  uint64_t* members = memory.take<uint64_t>(bit_words(r.stable));
+  clear_bits(members, r.stable);
   for (int64_t row = r.begin; row < r.end; ++row)
-    for (int64_t i = 0; i < r.a.topk; ++i) members[r.sources(row)[i]] = 1;
+    for (int64_t i = 0; i < r.a.topk; ++i) set_bit(members, r.sources(row)[i]);
   return members;
 }
 
-// Orders every row: the positions for which is_miss holds, then the others, each ascending; writes slots and counts.
-template <typename IsMiss>
-void order_rows(const Request& r, const IsMiss& is_miss) {
+// Orders every row: its misses, then the others, each ascending; writes their slots and, if asked, scores. Everything in
+// a row must have a slot by now.
+template <typename IsHit>
+void order_rows(const Request& r, const IsHit& hits) {
+  thread_local Scratch bit_memory, score_memory;
+  uint64_t* mine = bit_memory.take<uint64_t>(bit_words(r.stable));
+  float* score_of_position = r.a.topk_scores == nullptr ? nullptr : score_memory.take<float>(r.stable);
   for (int64_t row = r.begin; row < r.end; ++row) {
     int32_t* ids = r.sources(row);
-    int32_t* middle = std::partition(ids, ids + r.a.topk, is_miss);
-    std::sort(ids, middle);
-    std::sort(middle, ids + r.a.topk);
-    r.a.topk_miss_counts[row] = static_cast<int32_t>(middle - ids);
+    clear_bits(mine, r.stable);
+    for (int64_t i = 0; i < r.a.topk; ++i) {
+      set_bit(mine, ids[i]);
+      if (score_of_position != nullptr) score_of_position[ids[i]] = r.scores(row)[i];
+    }
+    int32_t* slots = r.slots(row);
+    int64_t count = 0;
+    auto put = [&](int64_t s) {
+      ids[count] = static_cast<int32_t>(s);
+      slots[count] = r.slot_of[s];
+      if (score_of_position != nullptr) r.scores(row)[count] = score_of_position[s];
+      ++count;
+    };
+    for_bits(bit_words(r.stable), [&](int64_t w) { return mine[w] & ~hits(w); }, put);
+    r.a.topk_miss_counts[row] = static_cast<int32_t>(count);
+    for_bits(bit_words(r.stable), [&](int64_t w) { return mine[w] & hits(w); }, put);
   }
-}
-
-void write_slots(const Request& r) {
-  for (int64_t row = r.begin; row < r.end; ++row)
-    for (int64_t i = 0; i < r.a.topk; ++i) r.slots(row)[i] = r.slot_of[r.sources(row)[i]];
 }
 
 // State -2: fill the hot buffer with the rows' top-k, then with the lowest other positions.
 void first_decode(const Request& r) {
-  thread_local Scratch member_memory;
-  const uint8_t* members = mark_members(r, member_memory);
+  const uint64_t* members = union_of_rows(r);
   int32_t* sources = r.miss_sources();
   int32_t* slots = r.miss_slots();
   std::fill(r.slot_of, r.slot_of + r.a.pool_width, kNoSlot);
   int32_t count = 0;
-  for (uint8_t wanted : {uint8_t{1}, uint8_t{0}}) {
-    for (int32_t s = 0; s < r.stable && count < r.capacity; ++s) {
-      if (members[s] != wanted) continue;
-      sources[count] = s;
-      slots[count] = r.slot_of[s] = count;
-      ++count;
-    }
-  }
+  auto put = [&](int64_t s) {
+    if (count == r.capacity || s >= r.stable) return;
+    sources[count] = static_cast<int32_t>(s);
+    slots[count] = r.slot_of[s] = count;
+    ++count;
+  };
+  for_bits(bit_words(r.stable), [&](int64_t w) { return members[w]; }, put);
+  for_bits(bit_words(r.stable), [&](int64_t w) { return count == r.capacity ? 0 : ~members[w]; }, put);
   r.a.miss_counts[r.index] = count;
-  order_rows(r, [](int32_t) { return true; });
-  write_slots(r);
+  order_rows(r, [](int64_t) { return uint64_t{0}; });
 }
 
 // The `count` residents outside every row's top-k with the lowest score summed over the rows, as ranks, lowest first.
-const uint64_t* pick_victims(const Request& r, const uint8_t* members, int64_t count) {
-  thread_local Scratch q_memory, weight_memory, candidate_memory, total_memory, rank_memory;
-  int32_t* candidates = candidate_memory.take<int32_t>(r.capacity);
+const uint64_t* pick_victims(const Request& r, const uint64_t* members, int64_t count) {
+  thread_local Scratch rank_memory;
+  uint64_t* ranks = rank_memory.take<uint64_t>(r.capacity);
+  const int64_t tiles = row_tiles(r.rows());
   int64_t found = 0;
-  for (int32_t s = 0; s < r.stable; ++s)
-    if (r.slot_of[s] >= 0 && !members[s]) candidates[found++] = s;
-  const Args& a = r.a;
-  const QueryRows query = widen_rows(a.query, a.dtype, a.weights, a.dtype, r.begin, r.rows(), a.heads, a.dims, q_memory,
-                                     weight_memory);
-  const PagedRows keys{static_cast<const char*>(a.key_cache), a.dims * element_bytes(a.dtype), a.blocks, a.block_size,
-                       a.max_blocks, a.block_table + r.index * a.max_blocks};
-  float* totals = total_memory.take<float>(found);
-  sum_scores(keys, a.dtype, query, candidates, found, totals);
-  uint64_t* ranks = rank_memory.take<uint64_t>(found);
-  for (int64_t j = 0; j < found; ++j) ranks[j] = rank_of(totals[j], static_cast<uint32_t>(candidates[j]));
-  std::partial_sort(ranks, ranks + count, ranks + found);
+  for_bits(bit_words(r.stable), [&](int64_t w) { return r.resident[w] & ~members[w]; }, [&](int64_t s) {
+    float total = r.totals[s];
+    for (int64_t t = 1; t < tiles; ++t) total += r.totals[t * r.totals_stride + s];
+    ranks[found++] = rank_of(total, static_cast<uint32_t>(s));
+  });
+  if (count < found) std::nth_element(ranks, ranks + count, ranks + found);
+  std::sort(ranks, ranks + count);
   return ranks;
 }
 
 // State -1: misses take the slots of victims.
 void steady(const Request& r) {
-  thread_local Scratch member_memory;
-  if (is_identity(r)) std::fill(r.slot_of + r.capacity, r.slot_of + r.a.pool_width, kNoSlot);
-  const uint8_t* members = mark_members(r, member_memory);
+  const uint64_t* members = union_of_rows(r);
   int32_t* sources = r.miss_sources();
   int32_t count = 0;
-  for (int32_t s = 0; s < r.stable; ++s)
-    if (members[s] && r.slot_of[s] < 0) sources[count++] = s;
+  for_bits(bit_words(r.stable), [&](int64_t w) { return members[w] & ~r.resident[w]; },
+           [&](int64_t s) { sources[count++] = static_cast<int32_t>(s); });
   r.a.miss_counts[r.index] = count;
-  order_rows(r, [&](int32_t s) { return r.slot_of[s] < 0; });
   if (count > 0) {
     const uint64_t* victims = pick_victims(r, members, count);
     for (int32_t j = 0; j < count; ++j) {
@@ -187,7 +217,7 @@ void steady(const Request& r) {
       freed = kNoSlot;
     }
   }
-  write_slots(r);
+  order_rows(r, [&](int64_t w) { return r.resident[w]; });
 }
 
 int check(const Args& a) {
@@ -207,27 +237,34 @@ int check(const Args& a) {
 
 int run(const Args& a) {
   if (check(a)) return SLUICE_INVALID;
-  thread_local Scratch legal_memory, searched_memory;
+  thread_local Scratch legal_memory, searched_memory, first_memory, resident_memory, total_memory;
   uint8_t* legal = legal_memory.take<uint8_t>(a.requests);
   int32_t* searched = searched_memory.take<int32_t>(a.requests);
+  int64_t* first_tile = first_memory.take<int64_t>(a.requests);
+  const int64_t words = bit_words(a.pool_width);
+  uint64_t* resident = resident_memory.take<uint64_t>(a.requests * words);
+  int64_t tiles = 0, stride = 0;
+  for (int64_t i = 0; i < a.requests; ++i) {
+    first_tile[i] = tiles;
+    tiles += row_tiles(a.query_ends[i] - (i ? a.query_ends[i - 1] : 0));
+    stride = std::max<int64_t>(stride, std::min<int64_t>(a.key_lens[i], a.pool_width));
+  }
+  float* totals = total_memory.take<float>(tiles * stride);
+  auto request_of = [&](int64_t i) { return Request(a, i, resident + i * words, totals + first_tile[i] * stride, stride); };
   parallel_for(a.threads, a.requests, [&](int64_t i) {
-    const Request request(a, i);
+    const Request request = request_of(i);
     legal[i] = is_legal(request);
     searched[i] = !legal[i] ? 0 : request.state == kNotOffloaded ? kCausal : request.stable;
   });
 
-  sluice_indexer_args select{};
-  select.size = sizeof select;
-  select.query = a.query, select.weights = a.weights, select.key_cache = a.key_cache;
-  select.block_table = a.block_table, select.query_ends = a.query_ends, select.key_lens = a.key_lens;
-  select.topk_ids = a.topk_src_ids;
-  select.rows = a.rows, select.heads = a.heads, select.dims = a.dims, select.requests = a.requests;
-  select.blocks = a.blocks, select.block_size = a.block_size, select.max_blocks = a.max_blocks, select.topk = a.topk;
-  select.dtype = select.weights_dtype = a.dtype, select.threads = a.threads;
-  if (select_topk(select, searched)) return SLUICE_INVALID;
+  // Only rows of state -3 come out by falling score; the others are put in order below.
+  const bool ordered = std::find(a.states, a.states + a.requests, kNotOffloaded) != a.states + a.requests;
+  if (select_topk(IndexBatch::of(a, a.weights_dtype),
+                  {searched, ordered, a.topk_src_ids, a.topk_scores, totals, stride}))
+    return SLUICE_INVALID;
 
   parallel_for(a.threads, a.requests, [&](int64_t i) {
-    const Request request(a, i);
+    const Request request = request_of(i);
     if (!legal[i])
       refuse(request);
     else if (request.state == kNotOffloaded)

@@ -8,7 +8,7 @@
 
 namespace sluice {
 
-inline int64_t element_bytes(int64_t dtype) { return dtype == SLUICE_FLOAT32 ? 4 : 2; }
+inline int64_t element_bytes(int64_t dtype) { return dtype == SLUICE_FLOAT32 ? 4 : dtype == SLUICE_INT8 ? 1 : 2; }
 
 // One request's view of a paged cache [blocks, block_size, dims].
 struct PagedRows {

@@ -3,104 +3,147 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 #include "paged.h"
+#include "panel.h"
+#include "select.h"
 #include "workspace.h"
 
 namespace sluice {
 
-// Query rows of one request, widened to float32: q [rows, heads, dims], weights [rows, heads].
-struct QueryRows {
-  const float* q;
-  const float* weights;
-  int64_t rows, heads, dims;
-};
-
-// Widens `count` consecutive rows; the scratch must outlive the result.
-inline QueryRows widen_rows(const void* query, int64_t dtype, const void* weights, int64_t weights_dtype, int64_t first,
-                            int64_t count, int64_t heads, int64_t dims, Scratch& q_memory, Scratch& weight_memory) {
-  const int64_t width = heads * dims;
-  float* q = q_memory.take<float>(count * width);
-  float* w = weight_memory.take<float>(count * heads);
-  kernels().widen(static_cast<const char*>(query) + first * width * element_bytes(dtype), dtype, q, count * width);
-  kernels().widen(static_cast<const char*>(weights) + first * heads * element_bytes(weights_dtype), weights_dtype, w,
-                  count * heads);
-  return {q, w, count, heads, dims};
-}
-
-// Up to kKeyTile keys, ready to be scored against any number of query rows.
-class ScoreTile {
+// Query rows of one request, packed; `memory` is one set of buffers per thread.
+class QueryPanel {
  public:
-  explicit ScoreTile(int64_t dims) : kernel_(kernels()), dims_(dims), stride_(padded(dims)) {
-    rows_ = row_memory().take<float>(kKeyTile * stride_);
-    packed_ = packed_memory().take<float>(kKeyTile * stride_);
-    std::fill(rows_, rows_ + kKeyTile * stride_, 0.0f);
+  QueryPanel(const IndexBatch& batch, int64_t first, int64_t count) : kernel_(kernels()), heads_(batch.heads) {
+    const int64_t dims = batch.dims;
+    format_ = Format::kFloat32;
+    if (batch.dtype == SLUICE_BFLOAT16 && dims % 2 == 0 && kernel_.index_scores_bfloat16 != nullptr)
+      format_ = Format::kBfloat16;
+    if (batch.dtype == SLUICE_INT8 && dims % 4 == 0 && kernel_.quant_scores_int8 != nullptr) format_ = Format::kInt8;
+    score_ = format_ == Format::kBfloat16 ? kernel_.index_scores_bfloat16
+             : format_ == Format::kInt8   ? kernel_.quant_scores_int8
+             : batch.dtype == SLUICE_INT8 ? kernel_.quant_scores
+                                          : kernel_.index_scores;
+    vectors_ = head_vectors(heads_, kernel_.lanes);
+    words_ = dims / elements_per_word(format_);
+    Buffers& buffers = memory();
+    const int64_t panel_words = vectors_ * words_ * kernel_.lanes, width = vectors_ * kernel_.lanes;
+    panel_ = buffers.panel.take<uint32_t>(count * panel_words);
+    weights_ = buffers.weights.take<float>(count * width);
+    bias_ = buffers.bias.take<int32_t>(count * width);
+    live_ = buffers.live.take<int32_t>(width);
+    std::fill(panel_, panel_ + count * panel_words, 0u);
+    std::fill(weights_, weights_ + count * width, 0.0f);
+    std::fill(bias_, bias_ + count * width, 0);
+    for (int64_t h = 0; h < width; ++h) live_[h] = h < heads_ ? -1 : 0;
+    for (int64_t r = 0; r < count; ++r) {
+      const char* row = static_cast<const char*>(batch.query) + (first + r) * heads_ * dims * element_bytes(batch.dtype);
+      pack_heads(kernel_, row, batch.dtype, format_, heads_, dims, 0, words_, panel_ + r * panel_words);
+      pack_weights(batch, first + r, weights_ + r * width);
+      if (format_ != Format::kInt8) continue;
+      for (int64_t h = 0; h < heads_; ++h)
+        for (int64_t d = 0; d < dims; ++d) bias_[r * width + h] -= 128 * reinterpret_cast<const int8_t*>(row)[h * dims + d];
+    }
   }
 
-  // Loads the keys at position(0) .. position(count - 1), whose blocks must have been checked.
-  template <typename Position>
-  void load(const PagedRows& keys, int64_t dtype, int64_t count, const Position& position) {
-    for (int64_t k = 0; k < count; ++k)
-      kernel_.widen(keys.at(keys.row(position(k))), dtype, rows_ + k * stride_, dims_);
-    kernel_.pack(rows_, stride_, packed_);
-  }
-
-  // Scores of row r for all loaded keys; scores has room for kKeyTile.
-  void score(const QueryRows& query, int64_t r, float* scores) const {
-    kernel_.index_scores(query.q + r * query.heads * dims_, query.weights + r * query.heads, query.heads, dims_, packed_,
-                         scores);
+  Format format() const { return format_; }
+  // Scores of row r for keys rows[0 .. count), all kScoreTile of them readable; scores has room for kScoreTile.
+  void score(int64_t r, const void* const* rows, int64_t count, float* scores) const {
+    const int64_t width = vectors_ * kernel_.lanes;
+    score_({panel_ + r * width * words_, weights_ + r * width, live_, bias_ + r * width, vectors_, words_, rows, count,
+            scores});
   }
 
  private:
-  static Scratch& row_memory() {
-    thread_local Scratch memory;
-    return memory;
+  struct Buffers {
+    Scratch panel, weights, bias, live;
+  };
+  static Buffers& memory() {
+    thread_local Buffers buffers;
+    return buffers;
   }
-  static Scratch& packed_memory() {
-    thread_local Scratch memory;
-    return memory;
+
+  // With scales: weight times scale, rounded to half precision.
+  void pack_weights(const IndexBatch& batch, int64_t row, float* weights) const {
+    const char* from = static_cast<const char*>(batch.weights) + row * heads_ * element_bytes(batch.weights_dtype);
+    kernel_.widen(from, batch.weights_dtype, weights, heads_);
+    if (batch.query_scale == nullptr) return;
+    thread_local Scratch half_memory, scale_memory;
+    uint16_t* halves = half_memory.take<uint16_t>(heads_);
+    float* scales = scale_memory.take<float>(heads_);
+    kernel_.widen(batch.query_scale + row * heads_, SLUICE_FLOAT16, scales, heads_);
+    for (int64_t h = 0; h < heads_; ++h) weights[h] *= scales[h];
+    kernel_.narrow(weights, 1.0f, SLUICE_FLOAT16, halves, heads_);
+    kernel_.widen(halves, SLUICE_FLOAT16, weights, heads_);
   }
 
   const Kernels& kernel_;
-  const int64_t dims_, stride_;
-  float* rows_;
-  float* packed_;
+  const int64_t heads_;
+  Format format_;
+  void (*score_)(const ScoreTask&);
+  int64_t vectors_, words_;
+  uint32_t* panel_;
+  float* weights_;
+  int32_t* bias_;
+  int32_t* live_;
 };
 
-// Calls sink(row, first position, scores, count) for each row and each tile of keys of [begin, end), positions
-// ascending, with `count` cut to the row's visible(row).
-template <typename Visible, typename Sink>
-void stream_scores(const PagedRows& keys, int64_t dtype, const QueryRows& query, int64_t begin, int64_t end,
-                   const Visible& visible, const Sink& sink) {
-  ScoreTile tile(query.dims);
-  for (int64_t first = begin; first < end; first += kKeyTile) {
-    const int64_t count = std::min(kKeyTile, end - first);
-    tile.load(keys, dtype, count, [&](int64_t k) { return first + k; });
-    for (int64_t r = 0; r < query.rows; ++r) {
-      const int64_t seen = std::min(count, visible(r) - first);
-      if (seen <= 0) continue;
-      alignas(64) float scores[kKeyTile];
-      tile.score(query, r, scores);
-      sink(r, first, scores, seen);
-    }
+// Up to kScoreTile keys, ready to be scored against the rows of a panel.
+class KeyTile {
+ public:
+  KeyTile(const IndexBatch& batch, int64_t request, const QueryPanel& query)
+      : batch_(batch), keys_(batch.keys(request)), query_(query) {
+    const Format format = query.format();
+    direct_ = format == Format::kBfloat16 || batch.dtype == SLUICE_FLOAT32;
+    if (direct_) return;
+    thread_local Scratch memory;
+    copies_ = memory.take<char>(kScoreTile * batch.dims * (format == Format::kInt8 ? 1 : 4));
   }
-}
 
-// totals[j] = sum over the rows of the score of positions[j].
-inline void sum_scores(const PagedRows& keys, int64_t dtype, const QueryRows& query, const int32_t* positions,
-                       int64_t count, float* totals) {
-  ScoreTile tile(query.dims);
-  for (int64_t first = 0; first < count; first += kKeyTile) {
-    const int64_t here = std::min(kKeyTile, count - first);
-    tile.load(keys, dtype, here, [&](int64_t k) { return positions[first + k]; });
-    std::fill(totals + first, totals + first + here, 0.0f);
-    for (int64_t r = 0; r < query.rows; ++r) {
-      alignas(64) float scores[kKeyTile];
-      tile.score(query, r, scores);
-      for (int64_t k = 0; k < here; ++k) totals[first + k] += scores[k];
+  // Loads the keys at position(0) .. position(count - 1), whose blocks must have been checked; count is at least 1.
+  template <typename Position>
+  void load(int64_t count, const Position& position) {
+    uint16_t scales[kScoreTile] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t row = keys_.row(position(k));
+      rows_[k] = direct_ ? keys_.at(row) : copy(keys_.at(row), k);
+      if (batch_.key_scale != nullptr) scales[k] = batch_.key_scale[row];
     }
+    for (int64_t k = count; k < kScoreTile; ++k) rows_[k] = rows_[0];
+    count_ = count;
+    if (batch_.key_scale != nullptr) kernels().widen(scales, SLUICE_FLOAT16, scales_, kScoreTile);
   }
-}
+
+  // Scores of row r of the panel for all loaded keys; scores has room for kScoreTile.
+  void score(int64_t r, float* scores) const {
+    query_.score(r, rows_, count_, scores);
+    if (batch_.key_scale == nullptr) return;
+    for (int64_t k = 0; k < kScoreTile; ++k) scores[k] *= scales_[k];
+  }
+
+ private:
+  const void* copy(const char* key, int64_t k) {
+    const int64_t dims = batch_.dims;
+    if (query_.format() != Format::kInt8) {
+      float* to = reinterpret_cast<float*>(copies_) + k * dims;
+      kernels().widen(key, batch_.dtype, to, dims);
+      return to;
+    }
+    char* to = copies_ + k * dims;
+    for (int64_t d = 0; d < dims; ++d) to[d] = static_cast<char>(key[d] ^ 0x80);
+    return to;
+  }
+
+  const IndexBatch& batch_;
+  const PagedRows keys_;
+  const QueryPanel& query_;
+  bool direct_;
+  char* copies_ = nullptr;
+  const void* rows_[kScoreTile];
+  alignas(64) float scales_[kScoreTile];
+  int64_t count_ = 0;
+};
 
 }  // namespace sluice

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 enum { SLUICE_OK = 0, SLUICE_INVALID = 1, SLUICE_FAILED = 2 };
-enum { SLUICE_FLOAT32 = 0, SLUICE_BFLOAT16 = 1, SLUICE_FLOAT16 = 2 };
+enum { SLUICE_FLOAT32 = 0, SLUICE_BFLOAT16 = 1, SLUICE_FLOAT16 = 2, SLUICE_INT8 = 3 };
 
 typedef struct {
   int64_t size;
@@ -25,6 +25,8 @@ typedef struct {
   const int32_t* query_ends;    // [requests], cumulative
   const int32_t* key_lens;      // [requests], length seen by the request's last row
   int32_t* topk_ids;            // out [rows, topk]
+  const uint16_t* query_scale;  // [rows, heads] float16, null unless dtype is int8
+  const uint16_t* key_scale;    // [blocks, block_size, 1] float16, likewise
   int64_t rows, heads, dims, requests, blocks, block_size, max_blocks, topk;
   int64_t dtype, weights_dtype, threads;
 } sluice_indexer_args;
@@ -90,8 +92,10 @@ typedef struct {
 
 typedef struct {
   int64_t size;
-  const void* weights;          // [rows, heads] dtype
+  const void* weights;          // [rows, heads] weights_dtype
+  const uint16_t* query_scale;  // [rows, heads] float16, null unless dtype is int8
   const void* query;            // [rows, heads, dims] dtype
+  const uint16_t* key_scale;    // [blocks, block_size, 1] float16, null unless dtype is int8
   const void* key_cache;        // [blocks, block_size, 1, dims] dtype
   const int32_t* block_table;   // [requests, max_blocks]
   const int32_t* query_ends;    // [requests], cumulative
@@ -107,15 +111,48 @@ typedef struct {
   int32_t* miss_src_ids;        // out [requests, miss_capacity]
   int32_t* miss_dst_slots;      // out [requests, miss_capacity]
   int32_t* miss_counts;         // out [requests]
+  float* topk_scores;           // out [rows, topk] or null
   int64_t rows, heads, dims, requests, blocks, block_size, max_blocks, topk;
-  int64_t pool_rows, pool_width, miss_capacity, dtype, threads;
+  int64_t pool_rows, pool_width, miss_capacity, dtype, weights_dtype, threads;
 } sluice_lim_args;
+
+typedef struct {
+  int64_t size;
+  const void* weights;          // [rows, heads] weights_dtype
+  const uint16_t* query_scale;  // [rows, heads] float16, null unless dtype is int8
+  const void* query;            // [rows, heads, dims] dtype
+  const uint16_t* key_scale;    // [blocks, block_size, 1] float16, null unless dtype is int8
+  const void* key_cache;        // [blocks, block_size, 1, dims] dtype
+  const int32_t* block_table;   // [requests, max_blocks]
+  const int32_t* query_ends;    // [requests], cumulative
+  const int32_t* key_lens;      // [requests]
+  const int32_t* stable_lens;   // [requests] L
+  const int32_t* cache_tokens;  // [requests] C
+  const int32_t* states;        // [requests]
+  const int32_t* topk_src_ids;  // [rows, topk]
+  const int32_t* topk_dst_slots;    // [rows, topk]
+  const float* topk_scores;     // [rows, topk] or null: computed
+  int32_t* ids;                 // out [rows, topk]
+  int32_t* slots;               // out [rows, topk]
+  int64_t rows, heads, dims, requests, blocks, block_size, max_blocks, topk;
+  int64_t dtype, weights_dtype, threads;
+} sluice_tail_args;
+
+typedef struct {
+  int64_t size;
+  const void* rows;             // [count, dims] dtype
+  int8_t* values;               // out [count, dims]
+  uint16_t* scales;             // out [count] float16
+  int64_t count, dims, dtype, threads;
+} sluice_quantise_args;
 
 int sluice_lightning_indexer(const sluice_indexer_args* args);
 int sluice_sparse_flash_attention(const sluice_attention_args* args);
 int sluice_lru_residency(const sluice_residency_args* args);
 int sluice_copy_sparse_flash_attention(const sluice_copy_attention_args* args);
 int sluice_lightning_indexer_manage(const sluice_lim_args* args);
+int sluice_select_with_tail(const sluice_tail_args* args);
+int sluice_hadamard_quantise(const sluice_quantise_args* args);
 
 // Message of the calling thread's last failure; valid until its next call.
 const char* sluice_ops_last_error(void);

@@ -20,6 +20,22 @@ inline uint64_t rank_of(float score, uint32_t position) {
 
 inline int32_t position_of(uint64_t rank) { return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(rank)); }
 
+inline float score_of(uint64_t rank) {
+  const uint32_t bits = static_cast<uint32_t>(rank >> 32);
+  const uint32_t raw = bits == 0 ? 0x7fc00000u : bits & 0x80000000u ? bits ^ 0x80000000u : ~bits;
+  float score;
+  std::memcpy(&score, &raw, 4);
+  return score;
+}
+
+// Leaves the best min(k, count) ranks first, sorted if `ordered`; returns how many.
+inline int64_t keep_best(uint64_t* ranks, int64_t count, int64_t k, bool ordered) {
+  if (count > k) std::nth_element(ranks, ranks + (k - 1), ranks + count, std::greater<uint64_t>());
+  count = std::min(count, k);
+  if (ordered) std::sort(ranks, ranks + count, std::greater<uint64_t>());
+  return count;
+}
+
 // Keeps at least the best k of what was pushed, in `room(k)` integers of the caller's memory. Positions must be pushed
 // in ascending order.
 class RunningTopK {
@@ -42,21 +58,14 @@ class RunningTopK {
     }
   }
 
-  // Leaves min(k, pushed) entries, best first; returns how many.
-  int64_t finish() {
-    if (count_ > k_) prune();
-    std::sort(best_, best_ + count_, std::greater<uint64_t>());
-    return count_;
-  }
+  // Leaves min(k, pushed) entries, best first if `ordered`; returns how many.
+  int64_t finish(bool ordered) { return count_ = keep_best(best_, count_, k_, ordered); }
 
  private:
   void prune() {
-    std::nth_element(best_, best_ + (k_ - 1), best_ + count_, std::greater<uint64_t>());
-    count_ = k_;
-    const uint32_t bits = static_cast<uint32_t>(best_[k_ - 1] >> 32);
-    if (bits == 0) return;  // the k-th is NaN: anything may still beat it
-    const uint32_t raw = bits & 0x80000000u ? bits ^ 0x80000000u : ~bits;
-    std::memcpy(&bar_, &raw, 4);
+    count_ = keep_best(best_, count_, k_, false);
+    if (best_[k_ - 1] >> 32 == 0) return;  // the k-th is NaN: anything may still beat it
+    bar_ = score_of(best_[k_ - 1]);
     full_ = true;
   }
 
