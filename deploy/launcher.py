@@ -44,7 +44,9 @@ def up(config: SluiceConfig, console: Console) -> None:
     """
     signals = Signals()
     with suppress(Stopped), started(config, console, signals) as (run, supervisor):
-        console.print(f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, soft_wrap=True)
+        console.print(
+            f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, highlight=False, soft_wrap=True
+        )
         while True:
             signals.sleep(_POLL_S)
             watch(supervisor, console)
