@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from prefill_node.shape import PrefillShape
 from transfer.mem_pool import MemPool
 from transfer.memfabric import MemFabricEngine
 
+_CLOSE_S = 6.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -76,6 +78,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     engine = _open_engine(plan, buffers, stack)
     progress("opening the pool")
     pool = _open_pool(plan, buffers, stack)
+    stack.callback(_close_together, engine.close, pool.close)
     gate = ReuseGate(shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s)
     errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     publisher = Publisher(
@@ -115,6 +118,15 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
     rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size)
     return RankParts(rank, device, gate, publisher, loader, saver)
+
+
+def _close_together(*closes: Callable[[], None]) -> None:
+    """Each of the wheels takes its leave in seconds, most of them asleep. Closing twice is harmless."""
+    threads = [threading.Thread(target=close, daemon=True) for close in closes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_CLOSE_S)
 
 
 def _load(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> DsaDecoder:
