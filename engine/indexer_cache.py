@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.int8_indexer import hadamard_quantise, quant_lightning_indexer
 from engine.model.attention import IndexerQuery
-from engine.ops import lightning_indexer
+from engine.ops import hadamard_quantise, lightning_indexer, quant_lightning_indexer
 
 
 @dataclass(frozen=True)
