@@ -1,6 +1,7 @@
 """Sluice's operators: the ``sluice`` namespace of ``torch.ops`` and typed functions over it.
 
-Each has two CPU implementations, chosen with ``backend("cpu")`` (C++, the default) or ``backend("reference")``.
+Each has two CPU implementations, chosen with ``backend("cpu")`` (C++, the default) or ``backend("reference")``. NPU
+tensors run on Ascend's own operators, once ``engine.ops.ascend.enable()`` has been called.
 """
 
 from engine.ops.ascend_limits import AscendLimits

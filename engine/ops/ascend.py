@@ -2,7 +2,7 @@
 
 The back ends ``cpu`` and ``reference`` run on CPU tensors and are chosen by name; this one is chosen by where the
 tensors are, once ``enable`` has been called. It runs vllm-ascend's fused operators where that package is loaded, and
-torch_npu's own otherwise (see ``engine.ops.ascend_attention.copy_then_attend`` for what they cannot do). Sizes are
+torch_npu's own otherwise (see ``engine.ops.ascend_copy_sfa.copy_then_attend`` for what they cannot do). Sizes are
 bound by ``AscendLimits``.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from engine.ops import ascend_attention, ascend_indexer
+from engine.ops import ascend_attention, ascend_copy_sfa, ascend_indexer, ascend_layer
 from engine.ops.ascend_schemas import FUSED_SCHEMAS, NPU_SCHEMAS, check_registered, is_registered
 
 Route = Literal["fused", "unfused"]
@@ -38,11 +38,14 @@ def enable() -> Route:
     if fused:
         check_registered(FUSED_SCHEMAS)
     copy_attention = (
-        ascend_attention.fused_scatter_copy_sparse_flash_attention if fused else ascend_attention.copy_then_attend
+        ascend_copy_sfa.fused_scatter_copy_sparse_flash_attention if fused else ascend_copy_sfa.copy_then_attend
     )
     kernels: dict[str, Callable[..., Any]] = {
         "lightning_indexer": ascend_indexer.lightning_indexer,
+        "quant_lightning_indexer": ascend_indexer.quant_lightning_indexer,
+        "hadamard_quantise": ascend_layer.hadamard_quantise,
         "fused_lightning_indexer_manage": ascend_indexer.fused_lightning_indexer_manage,
+        "fused_quant_lightning_indexer_manage": ascend_indexer.fused_quant_lightning_indexer_manage,
         "sparse_flash_attention": ascend_attention.sparse_flash_attention,
         "fused_scatter_copy_sparse_flash_attention": copy_attention,
         "lru_residency": lru_residency,

@@ -6,14 +6,13 @@ on the host; the operators treat illegal ones as ``fused_lightning_indexer_manag
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from engine.ops.ascend_limits import AscendLimits
 from engine.ops.ascend_schemas import operator
 from engine.ops.checks import check_layout
+from engine.ops.lim_call import LimCall
 
 _PER_TOKEN_AND_HEAD = 0  # the operators' only quantisation mode
 _PER_REQUEST = (
@@ -56,8 +55,8 @@ def lightning_indexer(
 
 def quant_lightning_indexer(
     query: Tensor,
-    query_scale: Tensor,
     weights: Tensor,
+    query_scale: Tensor,
     key_cache: Tensor,
     key_scale: Tensor,
     block_table: Tensor,
@@ -65,10 +64,9 @@ def quant_lightning_indexer(
     key_lens: Tensor,
     topk: int,
 ) -> Tensor:
-    """The int8 indexer by ``npu_quant_lightning_indexer``; ``weights`` is rounded to float16, as it demands.
+    """``engine.ops.quant_lightning_indexer`` by ``npu_quant_lightning_indexer``.
 
-    query: [T, Hi, Di] int8; query_scale: [T, Hi] float16; weights: [T, Hi]; key_cache: [blocks, block size, 1, Di]
-    int8; key_scale: [blocks, block size, 1] float16.
+    ``weights`` is rounded to float16: the operator takes no other. Which of two equal scores wins is not defined.
     """
     _check_paged(query, key_cache, block_table, query_ends, key_lens, topk, (torch.int8,))
     check_layout("query_scale", query_scale, query.shape[:2], torch.float16)
@@ -94,44 +92,23 @@ def quant_lightning_indexer(
     return _rows(ids)
 
 
-class ManageArguments(NamedTuple):
-    """The arguments of LIM in the order of the operator; see ``engine.ops.fused_lightning_indexer_manage``."""
-
-    index_weights: Tensor
-    query_dequant_scale: Tensor
-    query: Tensor
-    index_key_dequant_scale: Tensor
-    index_key_cache: Tensor
-    index_block_table: Tensor
-    actual_seq_lengths_query: Tensor
-    actual_seq_lengths_key: Tensor
-    offload_seq_lengths_key: Tensor
-    num_cache_tokens: Tensor
-    request_state: Tensor
-    req_pool_entries: Tensor
-    cache_slots_pool: Tensor
-    topk_src_ids: Tensor
-    topk_dst_slots: Tensor
-    topk_miss_counts: Tensor
-    miss_src_ids: Tensor
-    miss_dst_slots: Tensor
-    miss_counts: Tensor
-
-
 def fused_lightning_indexer_manage(*arguments: Tensor, **named: Tensor) -> None:
     """``engine.ops.fused_lightning_indexer_manage`` by ``npu_fused_lightning_indexer_manage``."""
-    given = ManageArguments(*arguments, **named)
+    given = LimCall(*arguments, **named)
     check_layout("query", given.query, (None, None, None), AscendLimits.DTYPES)
     _check_manage(given, weights_dtype=given.query.dtype, scale_dtype=torch.float32)
-    operator("_C_ascend::npu_fused_lightning_indexer_manage")(*given)
+    operator("_C_ascend::npu_fused_lightning_indexer_manage")(*given[:-1])
 
 
 def fused_quant_lightning_indexer_manage(*arguments: Tensor, **named: Tensor) -> None:
-    """LIM over int8 keys by ``npu_fused_quant_lightning_indexer_manage``; ``index_weights`` must be bfloat16."""
-    given = ManageArguments(*arguments, **named)
+    """``engine.ops.fused_quant_lightning_indexer_manage`` by ``npu_fused_quant_lightning_indexer_manage``.
+
+    ``index_weights`` must be bfloat16.
+    """
+    given = LimCall(*arguments, **named)
     check_layout("query", given.query, (None, None, None), torch.int8)
     _check_manage(given, weights_dtype=torch.bfloat16, scale_dtype=torch.float16)
-    operator("_C_ascend::npu_fused_quant_lightning_indexer_manage")(*given)
+    operator("_C_ascend::npu_fused_quant_lightning_indexer_manage")(*given[:-1])
 
 
 def check_same_device(**tensors: Tensor) -> None:
@@ -171,8 +148,10 @@ def _rows(ids: Tensor) -> Tensor:
     return ids.squeeze(1)
 
 
-def _check_manage(given: ManageArguments, *, weights_dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+def _check_manage(given: LimCall, *, weights_dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """Check what LIM and its int8 twin have in common; ``given.query`` has three dimensions and the right dtype."""
+    if given.topk_scores is not None:
+        raise ValueError("topk_scores is given; legal on Ascend: None, the operator keeps its scores")
     rows, heads, dims = given.query.shape
     check_layout("index_weights", given.index_weights, (rows, heads), weights_dtype)
     check_layout("index_key_cache", given.index_key_cache, (None, None, 1, dims), given.query.dtype)
@@ -196,7 +175,7 @@ def _check_manage(given: ManageArguments, *, weights_dtype: torch.dtype, scale_d
     check_layout("topk_miss_counts", given.topk_miss_counts, (rows,), torch.int32)
     check_layout("miss_src_ids", given.miss_src_ids, (requests, None), torch.int32)
     check_layout("miss_dst_slots", given.miss_dst_slots, given.miss_src_ids.shape, torch.int32)
-    check_same_device(**given._asdict())
+    check_same_device(**{name: tensor for name, tensor in given._asdict().items() if tensor is not None})
     AscendLimits.check_indexer_manage(
         rows=rows,
         requests=requests,

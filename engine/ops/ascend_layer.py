@@ -5,12 +5,14 @@ Layouts are those the operators demand: T tokens stand in the batch dimension, o
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from engine.ops.ascend_limits import AscendLimits
 from engine.ops.ascend_schemas import operator
-from engine.ops.checks import check_layout
+from engine.ops.checks import MAX_INT8_DIMS, check_layout
 
 
 def write_kv(
@@ -88,11 +90,28 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return normed
 
 
-def dynamic_quant(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows of ``x`` ([..., D], bfloat16 or float16) to int8; with it [...] float32 scales, amax / 127."""
+def hadamard_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``engine.ops.hadamard_quantise`` by a matrix product in the dtype of ``x`` and ``npu_dynamic_quant``.
+
+    ``x`` is bfloat16 or float16. Rounding the rotated rows to that dtype, and quantising before the scale is rounded
+    to float16, can change a value by one step from what the CPU gives.
+    """
     check_layout("x", x, x.shape, AscendLimits.DTYPES)
-    quantised, scale = operator("npu::npu_dynamic_quant")(x)
-    return quantised, scale
+    dims = x.shape[-1]
+    if dims.bit_count() != 1 or dims > MAX_INT8_DIMS:
+        raise ValueError(f"x has {dims} dimensions; legal: a power of two from 1 to {MAX_INT8_DIMS}")
+    quantised, scale = operator("npu::npu_dynamic_quant")(x @ _hadamard(dims, x.dtype, x.device))
+    return quantised, scale.to(torch.float16)
+
+
+@cache
+def _hadamard(dims: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's matrix [D, D] divided by sqrt(D): its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < dims:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix /= dims**0.5
+    return matrix.to(device, dtype)
 
 
 def _rotate(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

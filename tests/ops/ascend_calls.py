@@ -32,7 +32,7 @@ CALLS: dict[str, Callable[[], object]] = {
         meta(T, 64, 128), meta(T, 64), meta(BLOCKS, 128, 1, 128), ids(B, 4), ids(B), ids(B), 2048
     ),
     "quant_lightning_indexer": lambda: ascend_indexer.quant_lightning_indexer(
-        *(meta(T, 32, 128, dtype=INT8), meta(T, 32, dtype=FP16), meta(T, 32)),
+        *(meta(T, 32, 128, dtype=INT8), meta(T, 32), meta(T, 32, dtype=FP16)),
         *(meta(BLOCKS, 128, 1, 128, dtype=INT8), meta(BLOCKS, 128, 1, dtype=FP16), ids(B, 4), ids(B), ids(B), 2048),
     ),
     "sparse_flash_attention": lambda: ascend_attention.sparse_flash_attention(
@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "rope_interleaved": lambda: ascend_layer.rope_interleaved(meta(T, 16, 64), meta(T, 64), meta(T, 64)),
     "rope_half_split": lambda: ascend_layer.rope_half_split(meta(T, 16, 64), meta(T, 64), meta(T, 64)),
     "rms_norm": lambda: ascend_layer.rms_norm(meta(T, 512), meta(512), 1e-5),
-    "dynamic_quant": lambda: ascend_layer.dynamic_quant(meta(T, 64, 128)),
+    "hadamard_quantise": lambda: ascend_layer.hadamard_quantise(meta(T, 64, 128)),
 }
 
 

@@ -12,8 +12,6 @@ from engine.ops import ResidencyState, lru_residency
 from tests.ops.paged_case import generator, i32, random_tables
 
 TOPK, BLOCK, LATENT, ROPE = 2048, 128, 512, 64
-HOT_BLOCKS = TOPK // BLOCK + 2  # slots that residency manages, then one block of tail
-CAPACITY = (HOT_BLOCKS - 1) * BLOCK
 CONTEXTS = (2700, 90)  # one much longer than the hot buffer, one shorter than top-k
 
 Allocate = Callable[[tuple[int, ...]], Tensor]
@@ -25,7 +23,10 @@ def zeros(shape: tuple[int, ...]) -> Tensor:
 
 @dataclass
 class DecodeCase:
-    """Requests with random main KV in host caches, and hot caches of the same; one new token per request and step."""
+    """Requests with random main KV in host caches, and hot caches of the same; `rows` new tokens per request and step.
+
+    A request's hot row is `capacity` slots that residency manages, then one block of tail.
+    """
 
     dram_k_rope: Tensor
     dram_kv_cache: Tensor
@@ -35,13 +36,24 @@ class DecodeCase:
     hbm_block_table: Tensor
     rng: torch.Generator
     heads: int
+    rows: int
+
+    @property
+    def stride(self) -> int:
+        return self.hbm_block_table.shape[1] * BLOCK
+
+    @property
+    def capacity(self) -> int:
+        return self.stride - BLOCK
 
     @staticmethod
-    def random(heads: int, seed: int = 0, host: Allocate = zeros, device: Allocate = zeros) -> DecodeCase:
+    def random(
+        heads: int, rows: int = 1, seed: int = 0, host: Allocate = zeros, device: Allocate = zeros
+    ) -> DecodeCase:
         """`host` and `device` make bfloat16 tensors of a shape there."""
-        rng = generator(seed)
-        dram_table, dram_blocks = random_tables([n + 8 for n in CONTEXTS], BLOCK, rng)
-        hbm_table, hbm_blocks = random_tables([HOT_BLOCKS * BLOCK] * len(CONTEXTS), BLOCK, rng)
+        rng, hot = generator(seed), rows * TOPK + 2 * BLOCK
+        dram_table, dram_blocks = random_tables([n + 16 for n in CONTEXTS], BLOCK, rng)
+        hbm_table, hbm_blocks = random_tables([hot] * len(CONTEXTS), BLOCK, rng)
         case = DecodeCase(
             host((dram_blocks, BLOCK, ROPE)),
             host((dram_blocks, BLOCK, LATENT)),
@@ -51,6 +63,7 @@ class DecodeCase:
             hbm_table,
             rng,
             heads,
+            rows,
         )
         for cache in (case.dram_k_rope, case.dram_kv_cache):
             cache.copy_(torch.randn(cache.shape, generator=rng))
@@ -60,26 +73,30 @@ class DecodeCase:
 
     def steps(self, count: int) -> Iterator[dict[str, Tensor | float]]:
         """The arguments of each step; the caller makes the copies before it asks for the next one."""
-        requests = len(CONTEXTS)
-        state, lengths = ResidencyState.empty(requests, CAPACITY), list(CONTEXTS)
-        ends, stride = torch.arange(1, requests + 1).int(), i32([HOT_BLOCKS * BLOCK] * requests)
+        requests, total = len(CONTEXTS), len(CONTEXTS) * self.rows
+        state, lengths = ResidencyState.empty(requests, self.capacity), list(CONTEXTS)
+        ends, stride = torch.arange(1, requests + 1).int() * self.rows, i32([self.stride] * requests)
         for _ in range(count):
-            ids = torch.full((requests, TOPK), -1, dtype=torch.int32)
-            for i, length in enumerate(lengths):
-                self._write_tail(i, length)
-                chosen = torch.randperm(length, generator=self.rng)[: TOPK - 1].tolist()
-                ids[i, : len(chosen) + 1] = i32([*chosen, length])
-            rows = torch.arange(requests)
-            found = lru_residency(ids, i32(lengths), rows + 5, rows.int(), state)
+            ids = torch.full((total, TOPK), -1, dtype=torch.int32)
+            for row in range(total):
+                i, new = divmod(row, self.rows)
+                position = lengths[i] + new
+                self._write_tail(i, new, position)
+                chosen = torch.randperm(position, generator=self.rng)[: TOPK - 1].tolist()
+                ids[row, : len(chosen) + 1] = i32([*chosen, position])
+            found = lru_residency(
+                *(ids, i32(lengths), torch.arange(requests) + 5, torch.arange(requests).int(), state),
+                query_ends=ends,
+            )
             yield {
-                "query_rope": torch.randn(requests, self.heads, ROPE, generator=self.rng).bfloat16(),
-                "query": torch.randn(requests, self.heads, LATENT, generator=self.rng).bfloat16(),
+                "query_rope": torch.randn(total, self.heads, ROPE, generator=self.rng).bfloat16(),
+                "query": torch.randn(total, self.heads, LATENT, generator=self.rng).bfloat16(),
                 "actual_seq_lengths_query": ends,
                 "actual_seq_lengths_kv": stride,
                 "num_cache_tokens": stride,
                 "topk_dst_slots": found.slots.unsqueeze(1),
                 "topk_src_ids": ids.unsqueeze(1),
-                "topk_miss_counts": torch.zeros(requests, dtype=torch.int32),
+                "topk_miss_counts": torch.zeros(total, dtype=torch.int32),
                 "miss_src_ids": found.miss_ids,
                 "miss_dst_slots": found.miss_slots,
                 "miss_counts": found.miss_counts,
@@ -90,16 +107,16 @@ class DecodeCase:
                 "dram_k_rope": self.dram_k_rope,
                 "dram_kv_cache": self.dram_kv_cache,
                 "scale_value": (LATENT + ROPE) ** -0.5,
-                "attention_out": torch.full((requests, self.heads, LATENT), 1234.0).bfloat16(),
+                "attention_out": torch.full((total, self.heads, LATENT), 1234.0).bfloat16(),
             }
-            lengths = [length + 1 for length in lengths]
+            lengths = [length + self.rows for length in lengths]
 
-    def _write_tail(self, request: int, position: int) -> None:
-        """The new token's row: in the host cache since before, now also in the tail's first slot."""
+    def _write_tail(self, request: int, new: int, position: int) -> None:
+        """A new token's row: in the host cache since before, now also in its slot of the tail."""
         block, offset = int(self.dram_block_table[request, position // BLOCK]), position % BLOCK
-        tail = int(self.hbm_block_table[request, CAPACITY // BLOCK])
+        tail = int(self.hbm_block_table[request, self.capacity // BLOCK])
         for hbm, dram in ((self.hbm_k_rope, self.dram_k_rope), (self.hbm_kv_cache, self.dram_kv_cache)):
-            hbm[tail, 0, 0] = dram[block, offset]
+            hbm[tail, new, 0] = dram[block, offset]
 
 
 def with_clones(arguments: dict[str, Tensor | float]) -> dict[str, Tensor | float]:

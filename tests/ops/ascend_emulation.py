@@ -63,6 +63,7 @@ def install() -> list[Library]:
         types = ", ".join(f"{'float' if argument == 'scale_value' else 'Tensor'} {argument}" for argument in arguments)
         fused.define(f"{name}({types}) -> ()")
         fused.impl(name, noted(name, arguments, kernel), "CPU")
+        fused.impl(name, lambda *_: None, "Meta")
     return [npu, fused]
 
 
@@ -172,7 +173,8 @@ def sparse_flash_attention(
     for row, request, behind in rows_of(ends):
         ids = selected(sparse_indices[row, 0])
         visible = int(lens[request]) - (behind if options.get("sparse_mode", 3) == 3 else 0)
-        ids, table = ids[ids < visible], options["block_table"][request]
+        assert bool((ids < visible).all()), "a selected entry lies behind what the row sees"
+        table = options["block_table"][request]
         ckv, k_rope = flat_rows(key, table, ids), flat_rows(options["key_rope"], table, ids)
         out[row] = attend(query[row], options["query_rope"][row], ckv, k_rope, scale_value)
     return out, query.new_empty(0), query.new_empty(0)
@@ -189,12 +191,16 @@ def copy_sfa(**given: Any) -> None:
             _copy(given, i, given["miss_src_ids"][i, :count], given["miss_dst_slots"][i, :count], caches)
     before = [hbm.clone() for hbm, _ in caches]
     for row, i, behind in rows_of(given["actual_seq_lengths_query"]):
+        if given["actual_seq_lengths_kv"][i] == 0:
+            given["attention_out"][row] = 0  # inactive
+            continue
         kept, visible = int(given["num_cache_tokens"][i]), int(given["actual_seq_lengths_kv"][i]) - behind
+        assert kept == 0 or TOPK <= kept <= visible, "the row would attend to nothing"
         dst = selected(given["topk_dst_slots"][row, 0]) if kept else torch.empty(0, dtype=torch.int32)
         misses = 0 if fills else int(given["topk_miss_counts"][row])
         src = given["topk_src_ids"][row, 0, :misses]
         assert bool((dst < visible).all()), "a selected slot lies behind what the row sees"
-        slots = torch.cat([dst[misses:], torch.arange(kept, max(kept, visible), dtype=torch.int32)])
+        slots = torch.cat([dst[misses:], torch.arange(kept, visible, dtype=torch.int32)])
         parts = []
         for (_, dram), hbm in zip(caches, before, strict=True):
             fetched = flat_rows(dram, given["dram_block_table"][i], src)

@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import ascend_attention, fused_scatter_copy_sparse_flash_attention, sparse_flash_attention
-from engine.ops.ascend_attention import CopyAttentionArguments, copy_then_attend
+from engine.ops import (
+    ascend_attention,
+    ascend_copy_sfa,
+    fused_scatter_copy_sparse_flash_attention,
+    sparse_flash_attention,
+)
+from engine.ops.ascend_copy_sfa import CopyAttentionArguments, copy_then_attend
 from tests.ops import ascend_emulation
-from tests.ops.ascend_case import BLOCK, CAPACITY, LATENT, ROPE, TOPK, DecodeCase, with_clones
+from tests.ops.ascend_case import BLOCK, LATENT, ROPE, TOPK, DecodeCase, with_clones
 from tests.ops.paged_case import generator, i32, random_tables
 
-ascend_copy_sfa = ascend_attention.fused_scatter_copy_sparse_flash_attention
+ascend_fused = ascend_copy_sfa.fused_scatter_copy_sparse_flash_attention
 NAME = "npu_fused_scatter_copy_sparse_flash_attention"
 
 
@@ -32,27 +37,39 @@ def step(heads: int = 8) -> dict[str, Any]:
     return next(DecodeCase.random(heads).steps(1))
 
 
-@pytest.mark.parametrize("heads", [3, 8])
-def test_a_decode_loop_gets_exact_attention_and_exact_copies(heads: int) -> None:
-    """Misses in lists only, padded rows, few heads: what our operator accepts, through one that accepts none of it."""
+def same_bits(given: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(given.view(torch.int16), wanted.view(torch.int16))  # NaNs too
+
+
+@pytest.mark.parametrize("heads, rows", [(3, 1), (8, 1), (8, 3)])
+def test_a_decode_loop_gets_exact_attention_and_exact_copies(heads: int, rows: int) -> None:
+    """Misses in lists only, padded rows, few heads, no tail: what ours accepts, through one that accepts none of it.
+
+    Several rows of a request attend to new slots that they share: none may count on another's copy.
+    """
     missed = []
-    for arguments in DecodeCase.random(heads).steps(3):
+    for arguments in DecodeCase.random(heads, rows).steps(3):
         ours = with_clones(arguments)
         ours_copied, copied = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         fused_scatter_copy_sparse_flash_attention(**ours, copied_bytes=ours_copied)
-        ascend_copy_sfa(**arguments, copied_bytes=copied)
+        ascend_fused(**arguments, copied_bytes=copied)
         close(arguments["attention_out"], ours["attention_out"])
-        for cache in ("hbm_k_rope", "hbm_kv_cache"):
-            assert torch.equal(arguments[cache].view(torch.int16), ours[cache].view(torch.int16))  # NaNs too
+        assert all(same_bits(arguments[cache], ours[cache]) for cache in ("hbm_k_rope", "hbm_kv_cache"))
         assert int(copied) == int(ours_copied)
+        assert not last_call_filled()
         missed.append(arguments["miss_counts"].tolist())
-    assert missed[0] == [TOPK - 1, 90] and 0 < missed[1][0] < TOPK - 1 and missed[1][1] == 1
+    assert missed[0][1] == 90 and missed[1][1] == rows and missed[0][0] >= TOPK - 1 > missed[1][0] > 0
+
+
+def last_call_filled() -> bool:
+    (_, given) = ascend_emulation.calls[-1]
+    return bool((given["miss_counts"] >= given["num_cache_tokens"]).any())
 
 
 def test_rows_are_misses_then_hits_then_padding() -> None:
     case = DecodeCase.random(8)
     for arguments in case.steps(2):
-        ascend_copy_sfa(**arguments)
+        ascend_fused(**arguments)
     (_, given) = ascend_emulation.calls[-1]
     for i, count in enumerate(arguments["miss_counts"].tolist()):
         assert int(given["topk_miss_counts"][i]) == count
@@ -65,59 +82,78 @@ def test_rows_are_misses_then_hits_then_padding() -> None:
         assert pairs[count:] == hits + padding
 
 
+def test_no_value_is_read_on_the_host() -> None:
+    """Else every layer would wait for the device; tensors without data would raise."""
+    arguments = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in step().items()}
+    ascend_fused(**arguments)
+
+
 def test_arguments_stand_in_the_contracts_order() -> None:
     arguments = step()
-    ascend_copy_sfa(**arguments)
+    ascend_fused(**arguments)
     ((name, given),) = ascend_emulation.calls
     assert name == NAME and CopyAttentionArguments._fields == (*given, "copied_bytes")
-    for same in set(given) - {"topk_dst_slots", "topk_src_ids", "topk_miss_counts", "miss_src_ids", "miss_dst_slots"}:
-        if same == "scale_value":
-            assert given[same] == arguments[same]
-        else:
-            assert given[same].data_ptr() == arguments[same].data_ptr()
+    for cache in ("hbm_k_rope", "hbm_kv_cache", "dram_k_rope", "dram_kv_cache"):
+        assert given[cache].data_ptr() == arguments[cache].data_ptr()
+    assert given["scale_value"] == arguments["scale_value"]
+    unchanged = ("query", "query_rope", "actual_seq_lengths_query", "actual_seq_lengths_kv", "num_cache_tokens")
+    for same in (*unchanged, "miss_counts", "hbm_block_table", "dram_block_table"):
+        assert torch.equal(given[same][:2], arguments[same])
     for lists in ("miss_src_ids", "miss_dst_slots"):
         count = int(given["miss_counts"][0])
-        assert given[lists].shape == (2, 32768) and torch.equal(given[lists][0, :count], arguments[lists][0, :count])
+        assert given[lists].shape == (3, 32768) and torch.equal(given[lists][0, :count], arguments[lists][0, :count])
 
 
 def test_a_first_fill_copies_the_lists() -> None:
     """A dense request (C = 0) puts the whole batch on that path."""
     arguments = step()
-    arguments["num_cache_tokens"] = i32([CAPACITY + BLOCK, 0])
-    arguments["actual_seq_lengths_kv"] = i32([CAPACITY + BLOCK, 90])
+    stride = int(arguments["num_cache_tokens"][0])
+    arguments["num_cache_tokens"] = i32([stride, 0])
+    arguments["actual_seq_lengths_kv"] = i32([stride, 90])
     ours = with_clones(arguments)
     fused_scatter_copy_sparse_flash_attention(**ours)
-    ascend_copy_sfa(**arguments)
+    ascend_fused(**arguments)
     close(arguments["attention_out"], ours["attention_out"])
-    assert not bool(arguments["attention_out"].isnan().any())
+    assert last_call_filled() and not bool(arguments["attention_out"].isnan().any())
 
 
-def test_rows_of_one_request_each_copy_the_misses_they_share() -> None:
-    """Two rows attend to the same new slots at the same time: neither may count on the other's copy."""
+def test_a_tail_is_seen_row_by_row() -> None:
+    """C below what rows see, as after the fused indexer: row r attends to its slots and to [C, visible(r))."""
+    case = DecodeCase.random(8, rows=2)
+    arguments = next(case.steps(1))
+    arguments["num_cache_tokens"] = i32([case.capacity] * 2)
+    arguments["actual_seq_lengths_kv"] = i32([case.capacity + 2] * 2)
+    beyond = arguments["topk_dst_slots"] >= case.capacity
+    arguments["topk_dst_slots"][beyond] = -1  # the tail is not named
+    ours = with_clones(arguments)
+    fused_scatter_copy_sparse_flash_attention(**ours)
+    ascend_fused(**arguments)
+    close(arguments["attention_out"], ours["attention_out"])
+    assert ascend_emulation.calls[-1][1]["actual_seq_lengths_kv"].tolist()[:4] == [
+        case.capacity + n for n in (1, 2, 1, 2)
+    ]
+
+
+def test_a_miss_that_no_row_attends_to_is_copied_all_the_same() -> None:
+    """The fused indexer's misses that newer positions have displaced: residency counts on them in the next step."""
     arguments = step()
-    rows, shared = 2, arguments["topk_dst_slots"][:1]
-    arguments |= {
-        "actual_seq_lengths_query": i32([rows]),
-        "actual_seq_lengths_kv": arguments["actual_seq_lengths_kv"][:1],
-        "num_cache_tokens": arguments["num_cache_tokens"][:1],
-        "topk_dst_slots": torch.cat([shared, shared.flip(2)]),
-        "topk_src_ids": torch.cat([arguments["topk_src_ids"][:1], arguments["topk_src_ids"][:1].flip(2)]),
-    }
-    for name in ("miss_src_ids", "miss_dst_slots", "miss_counts", "hbm_block_table", "dram_block_table"):
-        arguments[name] = arguments[name][:1]
-    arguments["query"][1], arguments["query_rope"][1] = arguments["query"][0], arguments["query_rope"][0]
-    ascend_copy_sfa(**arguments)
-    assert not bool(arguments["attention_out"].isnan().any())
-    close(arguments["attention_out"][0], arguments["attention_out"][1])
-    assert ascend_emulation.calls[-1][1]["topk_miss_counts"].tolist() == [TOPK - 1, TOPK - 1]
+    displaced = arguments["topk_dst_slots"][0, 0, 7].item()
+    arguments["topk_dst_slots"][0, 0, 7] = arguments["topk_src_ids"][0, 0, 7] = -1
+    assert displaced in arguments["miss_dst_slots"][0].tolist()
+    ours = with_clones(arguments)
+    fused_scatter_copy_sparse_flash_attention(**ours)
+    ascend_fused(**arguments)
+    assert last_call_filled()
+    close(arguments["attention_out"], ours["attention_out"])
+    assert all(same_bits(arguments[cache], ours[cache]) for cache in ("hbm_k_rope", "hbm_kv_cache"))
 
 
 def test_leading_misses_of_the_fused_indexer_stay_in_front() -> None:
     arguments = step()
-    ascend_copy_sfa(**arguments)
+    ascend_fused(**arguments)
     (_, first) = ascend_emulation.calls[-1]
-    again = {**arguments, **{name: first[name] for name in ("topk_dst_slots", "topk_src_ids", "topk_miss_counts")}}
-    ascend_copy_sfa(**again)
+    again = {**arguments, **{name: first[name][:2] for name in ("topk_dst_slots", "topk_src_ids", "topk_miss_counts")}}
+    ascend_fused(**again)
     (_, second) = ascend_emulation.calls[-1]
     for name in ("topk_dst_slots", "topk_src_ids", "topk_miss_counts"):
         assert torch.equal(first[name], second[name])
@@ -128,7 +164,7 @@ def replaced(arguments: dict[str, Any], name: str, value: Tensor) -> dict[str, A
     return {**arguments, name: value}
 
 
-@pytest.mark.parametrize("call", [ascend_copy_sfa, copy_then_attend])
+@pytest.mark.parametrize("call", [ascend_fused, copy_then_attend])
 def test_illegal_copy_attention_names_the_argument(call: Any) -> None:
     arguments = step()
 
@@ -155,18 +191,18 @@ def test_copy_attention_beyond_ascends_limits_is_refused() -> None:
     arguments = step()
     narrow = arguments["topk_dst_slots"][..., :64].contiguous()
     with pytest.raises(ValueError, match="topk is 64; legal on Ascend: 2048"):
-        ascend_copy_sfa(**{**arguments, "topk_dst_slots": narrow, "topk_src_ids": narrow})
+        ascend_fused(**{**arguments, "topk_dst_slots": narrow, "topk_src_ids": narrow})
     wide = torch.zeros(2, 40000, dtype=torch.int32)
     with pytest.raises(ValueError, match="miss_capacity is 40000; legal on Ascend: 32768"):
-        ascend_copy_sfa(**{**arguments, "miss_src_ids": wide, "miss_dst_slots": wide})
+        ascend_fused(**{**arguments, "miss_src_ids": wide, "miss_dst_slots": wide})
     many = {name: arguments[name].repeat(20, 1, 1) for name in ("query", "query_rope", "attention_out")}
     many |= {name: arguments[name].repeat(20, 1, 1) for name in ("topk_dst_slots", "topk_src_ids")}
     with pytest.raises(ValueError, match="T = 40 rows for B = 2 requests; legal on Ascend: B <= T <= 16B"):
-        ascend_copy_sfa(**{**arguments, **many, "topk_miss_counts": torch.zeros(40, dtype=torch.int32)})
+        ascend_fused(**{**arguments, **many, "topk_miss_counts": torch.zeros(40, dtype=torch.int32)})
 
 
 def test_the_unfused_route_refuses_a_tail() -> None:
-    arguments = replaced(step(), "num_cache_tokens", i32([CAPACITY + BLOCK, 64]))
+    arguments = replaced(step(), "num_cache_tokens", i32([4096, 64]))
     with pytest.raises(ValueError, match=r"actual_seq_lengths_kv\[1\] is 2304; .* num_cache_tokens\[1\], 64"):
         copy_then_attend(**arguments)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.ops import ResidencyState, ascend, ascend_indexer, lightning_indexer
-from engine.ops.ascend_indexer import ManageArguments
 from tests.ops import ascend_emulation
 from tests.ops.paged_case import IndexerCase, i32
 
@@ -41,7 +40,7 @@ def test_the_int8_indexer_is_given_its_scales() -> None:
 
     def selected() -> Tensor:
         return ascend_indexer.quant_lightning_indexer(
-            case.query, query_scale, case.weights, case.key_cache, key_scale, *case.args()[3:], 64
+            case.query, case.weights, query_scale, case.key_cache, key_scale, *case.args()[3:], 64
         )
 
     assert torch.equal(selected(), wanted)
@@ -123,7 +122,7 @@ def test_the_fused_indexers_arguments_stand_in_the_contracts_order(int8: bool) -
     call(*case.values())
     ((name, given),) = ascend_emulation.calls
     assert name == f"npu_fused_{'quant_' if int8 else ''}lightning_indexer_manage"
-    assert ManageArguments._fields == tuple(given)
+    assert ascend_emulation.MANAGE == tuple(case) == tuple(given)
     assert all(given[argument].data_ptr() == case[argument].data_ptr() for argument in case)
 
 
@@ -158,6 +157,7 @@ def test_illegal_fused_indexer_calls_name_the_argument(int8: bool) -> None:
     refused("must be contiguous", topk_src_ids=torch.zeros(2, 1, 4096, dtype=torch.int32)[..., ::2])
     narrow = torch.zeros(1, 2048, dtype=torch.int32)
     refused("miss_capacity is 2048; legal on Ascend: 32768", miss_src_ids=narrow, miss_dst_slots=narrow)
+    refused("topk_scores is given; legal on Ascend: None", topk_scores=torch.zeros(2, 1, 2048))
     rows = {name: case[name].repeat_interleave(8, 0)[:15] for name in ("index_weights", "query_dequant_scale", "query")}
     rows |= {name: case[name].repeat_interleave(8, 0)[:15] for name in ("topk_src_ids", "topk_dst_slots")}
     refused(

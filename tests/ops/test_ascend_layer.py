@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import AscendLimits, ascend_layer
+from engine.ops import AscendLimits, ascend_layer, hadamard_quantise
 from tests.ops import ascend_emulation
 from tests.ops.paged_case import generator
 
@@ -61,11 +61,13 @@ def test_rows_are_written_to_their_slots() -> None:
     assert torch.equal(cache.view(8, 3), wanted)
 
 
-def test_quantisation_has_one_scale_per_row() -> None:
-    x = torch.tensor([[[1.0, -2.0, 0.5]], [[0.0, 4.0, 127.0]]]).half()
-    quantised, scale = ascend_layer.dynamic_quant(x)
-    torch.testing.assert_close(scale, torch.tensor([[2 / 127], [1.0]]))
-    assert quantised.tolist() == [[[64, -127, 32]], [[0, 4, 127]]]
+def test_quantised_rows_are_those_of_our_quantiser() -> None:
+    """But for one step of rounding; what they stand for is the rotated row."""
+    x = torch.randn(5, 3, 128, generator=generator(7)).half()
+    values, scales = ascend_layer.hadamard_quantise(x)
+    wanted, wanted_scales = hadamard_quantise(x)
+    assert values.dtype == torch.int8 and int((values.int() - wanted.int()).abs().max()) <= 1
+    torch.testing.assert_close(scales, wanted_scales, atol=1e-5, rtol=2e-3)
 
 
 def test_illegal_layer_calls_name_the_argument() -> None:
@@ -84,6 +86,8 @@ def test_illegal_layer_calls_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"rows is torch.float32; legal: torch.float16"):
         ascend_layer.write_rows(caches[0], slots, torch.zeros(2, 64))
     with pytest.raises(ValueError, match=r"x is torch.float32"):
-        ascend_layer.dynamic_quant(torch.zeros(2, 8))
+        ascend_layer.hadamard_quantise(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="x has 12 dimensions; legal: a power of two from 1 to 1024"):
+        ascend_layer.hadamard_quantise(torch.zeros(2, 12, dtype=half))
     with pytest.raises(ValueError, match=r"gamma has shape \[512\]; legal: \[576\]"):
         ascend_layer.rms_norm(kv, gamma, 1e-6)

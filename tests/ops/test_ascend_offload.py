@@ -20,7 +20,7 @@ import os
 import torch
 from engine.device import Device
 from engine.ops import ascend_offload, fused_scatter_copy_sparse_flash_attention, set_device
-from engine.ops.ascend_attention import copy_then_attend
+from engine.ops.ascend_copy_sfa import copy_then_attend
 from tests.ops import ascend_emulation
 from tests.ops.ascend_case import DecodeCase, with_clones
 from transfer import hostcann

@@ -157,10 +157,10 @@ EXPECTED: dict[str, tuple[str, dict[str, object], object]] = {
         {"input": "bfloat16[3, 512]", "gamma": "bfloat16[512]", "epsilon": 1e-5},
         "bfloat16[3, 512]",
     ),
-    "dynamic_quant": (
+    "hadamard_quantise": (
         "npu_dynamic_quant",
         {"input": "bfloat16[3, 64, 128]"},
-        ["int8[3, 64, 128]", "float32[3, 64]"],
+        ["int8[3, 64, 128]", "float16[3, 64]"],
     ),
 }
 
@@ -178,7 +178,8 @@ def test_every_operator_is_called() -> None:
 
 def test_npu_tensors_run_on_ascend_once_enabled(wheel: Worker) -> None:
     operators = (
-        *("lightning_indexer", "fused_lightning_indexer_manage", "sparse_flash_attention"),
+        *("lightning_indexer", "quant_lightning_indexer", "hadamard_quantise", "sparse_flash_attention"),
+        *("fused_lightning_indexer_manage", "fused_quant_lightning_indexer_manage"),
         *("fused_scatter_copy_sparse_flash_attention", "lru_residency"),
     )
 
