@@ -178,3 +178,8 @@ def test_residency_is_decided_on_the_host() -> None:
     assert miss_ids.tolist() == [[3, 1, -1], [0, 4, -1]] and miss_slots.tolist() == [[0, 1, -1], [0, 1, -1]]
     with pytest.raises(ValueError, match="slot_to_token is on meta; legal: cpu, residency is decided on the host"):
         ascend.lru_residency(*arguments, None, *state._replace(slot_to_token=state.slot_to_token.to("meta")), *outputs)
+
+
+def test_the_fused_operators_are_preferred_where_they_are() -> None:
+    """And have the arguments of the operators' reference, whatever they say about aliases."""
+    assert [ascend.enable() for _ in range(2)] == ["fused", "fused"]
