@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -59,9 +60,9 @@ def test_worker_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> No
     weights = model / "model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:5000])
-    result = sluice(
-        "up", "--config", str(CONFIG), "--model", str(model), "--set", "http.port=0", "--set", "grpc.port=0"
-    )
+    with tempfile.TemporaryDirectory(prefix="sluice-t-", dir="/tmp") as run_dir:
+        fields = ["--set", "http.port=0", "--set", "grpc.port=0", "--set", f"runtime.run_dir={run_dir}"]
+        result = sluice("up", "--config", str(CONFIG), "--model", str(model), *fields)
     assert result.returncode == 1
     assert "/tp0 (pid " in result.stderr and "exit status 1" in result.stderr
     assert "model.safetensors" in result.stderr
