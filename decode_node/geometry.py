@@ -14,6 +14,7 @@ from engine.model.config import ModelConfig
 from transfer.layout import indexer_token_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+DEVICE_GRANULE = 2 << 20  # a tensor in device memory takes whole pages of this size (engine.device)
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,26 @@ class DecodeGeometry:
         return len(self.indexer_layers) * self.num_blocks * (self.index_key_block_bytes + self.index_scale_block_bytes)
 
     @property
+    def hot_bytes_per_request(self) -> int:
+        """One hot row in all layers."""
+        return self.hot.blocks_per_row * self.host_block_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the indexer caches and hot buffers (test_the_device_holds_what_the_geometry_says)."""
+        hot = [self.hot.num_blocks * size for size in (self.ckv_block_bytes, self.k_rope_block_bytes)]
+        indexer = [self.num_blocks * size for size in (self.index_key_block_bytes, self.index_scale_block_bytes)]
+        tensors = hot * self.num_layers + indexer * len(self.indexer_layers)
+        return sum(-(-size // DEVICE_GRANULE) * DEVICE_GRANULE for size in tensors)
+
+    @property
     def _indexer_token_bytes(self) -> tuple[int, int]:
         return indexer_token_bytes(self.index_dim, self.item_bytes, self.indexer_dtype)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Host pool bytes of one block in all layers."""
+        return self.num_layers * (self.ckv_block_bytes + self.k_rope_block_bytes)
 
     @property
     def layer_bytes(self) -> int:

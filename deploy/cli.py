@@ -60,6 +60,39 @@ def status(
 
 
 @app.command()
+def plan(
+    context: Annotated[str, typer.Option("--context", help="Tokens of each request, prompt and output: 128K, 1M.")],
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests served at a time.")] = 1,
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory; config.json is enough.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="sluice.yaml; the defaults if absent.")] = None,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
+) -> None:
+    """Say what a load needs on each side and which fields have no room for it (exit status 1). Starts nothing."""
+    from deploy.checkpoint import checkpoint_of, default_config
+    from deploy.plan import Load, parse_tokens, plan_deployment
+    from deploy.plan_fit import other_problems, shortfalls
+    from deploy.plan_view import plan_as_json, plan_view
+
+    load = Load(parse_tokens(context), concurrency)
+    if config is not None:
+        chosen = _load(config, set_, model)
+    elif model is not None:
+        chosen = default_config(model, set_ or [])
+    else:
+        raise ConfigError("give --model DIR, or --config FILE with a model.path")
+    shape = checkpoint_of(chosen)
+    planned = plan_deployment(chosen, shape, load)
+    short, problems = shortfalls(chosen, shape, planned), other_problems(shape, planned)
+    if as_json:
+        print(json.dumps(plan_as_json(planned, short, problems), indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 140).print(plan_view(shape, planned, short, problems))
+    if short or problems:
+        raise typer.Exit(1)
+
+
+@app.command()
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text; '-' reads standard input.")] = None,
     tokens: Annotated[str | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3.")] = None,

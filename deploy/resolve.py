@@ -14,13 +14,12 @@ from pathlib import Path
 
 import yaml
 
+from deploy.checkpoint import checkpoint_of
 from deploy.device_root import DeviceRoot, default_parent, sweep_dead
 from deploy.ports import PortChooser
 from deploy.signals import Stopped
 from engine.config import ConfigError, SluiceConfig
 from engine.config_check import check_against_model
-from engine.model.config import ModelConfig
-from engine.model.config_reader import ModelConfigError
 
 _LONGEST_SOCKET_NAME = 48
 """Room for a socket's file name below run_dir: Unix socket paths are limited to 107 bytes."""
@@ -59,10 +58,7 @@ def reachable(host: str) -> str:
 
 def check(config: SluiceConfig) -> None:
     """Checks the configuration against the checkpoint it names. Raises ConfigError."""
-    try:
-        check_against_model(config, ModelConfig.from_dir(config.model.path))
-    except ModelConfigError as error:
-        raise ConfigError(f"model.path: {error}") from None
+    check_against_model(config, checkpoint_of(config))
 
 
 @contextlib.contextmanager

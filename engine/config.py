@@ -6,6 +6,7 @@ legal. Settings of MemFabric and MemCache are derived from it. Sizes in bytes ac
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -253,20 +254,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         model["path"] = str((file.parent / model["path"]).resolve())
+    return build_config(tree, overrides)
+
+
+def build_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> SluiceConfig:
+    """Validates a tree of sections after ``key.path=value`` overrides. Raises ConfigError."""
+    fields = copy.deepcopy(dict(tree))
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
             raise ConfigError(f"--set {override!r}: write it as key.path=value")
         try:
-            _set_path(tree, key.strip(), yaml.safe_load(text))
+            _set_path(fields, key.strip(), yaml.safe_load(text))
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from None
-    return build_config(tree)
-
-
-def build_config(tree: Mapping[str, Any]) -> SluiceConfig:
-    """Validates a tree of sections. Raises ConfigError."""
     try:
-        return SluiceConfig.model_validate(dict(tree))
+        return SluiceConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None

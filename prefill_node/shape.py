@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.config import SluiceConfig
 from engine.config_check import max_model_len
 from engine.kv_cache import CacheSpec
 from engine.model.config import ModelConfig
-from prefill_node.geometry import REGION_ALIGNMENT, CapacityError, KvGeometry, choose_kv_blocks, round_up
+from prefill_node.geometry import REGION_ALIGNMENT, CapacityError, KvGeometry, choose_kv_blocks, round_up, total_bytes
 from prefill_node.plan import LayerBufferPlan, plan_layer_buffers
 from prefill_node.pool_layout import PoolObjectLayout
 from prefill_node.scheduler import INDEXER, MAIN
@@ -34,6 +35,11 @@ class PrefillShape:
         return self.geometry.main_bytes(self.plan.num_slots, self.kv_blocks)
 
     @property
+    def device_bytes(self) -> int:
+        """All layer buffers and the page of their generation words."""
+        return total_bytes(self.plan, self.geometry, self.kv_blocks) + REGION_ALIGNMENT
+
+    @property
     def indexer_bytes(self) -> int:
         """Index keys and scales on the device."""
         return self.kv_blocks * sum(self.geometry.slot_block(layers).indexer for layers in self.plan.slots)
@@ -52,6 +58,16 @@ class PrefillShape:
         block_size = self.geometry.block_size
         specs = {MAIN: CacheSpec(block_size, self.kv_blocks), INDEXER: CacheSpec(block_size, self.kv_blocks)}
         return specs | ({POOL: CacheSpec(block_size, self.pool_blocks)} if self.plan.has_reuse else {})
+
+
+def stored_bytes(layout: PoolObjectLayout) -> int:
+    """What one block of all layers takes of the pool."""
+    return round_up(layout.object_bytes, POOL_GRANULE)
+
+
+def pool_bytes_for(blocks: int, layout: PoolObjectLayout) -> int:
+    """The smallest whole MiB of `pool.dram_bytes` with which one rank's share of the pool holds `blocks` blocks."""
+    return round_up(math.ceil(blocks * stored_bytes(layout) / POOL_USABLE), 1 << 20)
 
 
 def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
@@ -80,7 +96,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
         configured=section.kv_blocks,
     )
     object_layout = PoolObjectLayout(geometry, model.num_hidden_layers)
-    stored = round_up(object_layout.object_bytes, POOL_GRANULE)
+    stored = stored_bytes(object_layout)
     pool_blocks = int(config.pool.dram_bytes * POOL_USABLE) // stored
     if plan.has_reuse and not pool_blocks:
         raise CapacityError(

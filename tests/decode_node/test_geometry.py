@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from decode_node.geometry import DecodeGeometry, HotRows, plan_geometry
+from decode_node.memory import DTYPES, DecodeMemory
 from engine.config import ConfigError, build_config
+from engine.device import ALIGNMENT
 from engine.model.config import ModelConfig
 from tests.checkpoints import tiny_config
 
@@ -45,6 +50,36 @@ def test_layer_regions_tile_the_host_pool(dtype: str) -> None:
         assert region.k_rope == end + g.num_blocks * 16 * KV_LORA * g.item_bytes
         end = region.k_rope + g.num_blocks * 16 * ROPE * g.item_bytes
     assert end == g.host_pool_bytes <= 1_000_000
+
+
+class _Pages:
+    """A device and a host that only count: each device tensor takes whole pages."""
+
+    address = 0
+    device_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self.device_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return tensor
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("indexer_dtype", ["model", "int8"])
+def test_the_device_holds_what_the_geometry_says(dtype: str, indexer_dtype: str) -> None:
+    g = replace(geometry(dtype=dtype, host_pool_bytes=40 << 20), indexer_dtype=indexer_dtype)
+    pages = _Pages()
+    memory = DecodeMemory(g, DTYPES[dtype], pages, pages)
+    assert pages.device_bytes == g.device_bytes
+    tensors = [tensor for indexer in memory.indexers.values() for tensor in indexer.tensors]
+    assert sum(tensor.nbytes for tensor in tensors) == g.indexer_bytes
+    hot = [*memory.hot_ckv, *memory.hot_k_rope]
+    assert sum(tensor.nbytes for tensor in hot) == g.hot_bytes_per_request * g.hot.rows
+    host = [*memory.host_ckv, *memory.host_k_rope]
+    assert sum(tensor.nbytes for tensor in host) == g.host_block_bytes * g.num_blocks == g.host_pool_bytes
 
 
 def test_a_small_pool_lowers_the_longest_request() -> None:

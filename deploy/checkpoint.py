@@ -1,0 +1,26 @@
+"""The checkpoint a configuration names, and the configuration a checkpoint implies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import ConfigError, SluiceConfig, build_config
+from engine.model.config import ModelConfig
+from engine.model.config_reader import ModelConfigError
+
+
+def checkpoint_of(config: SluiceConfig) -> ModelConfig:
+    """The model at `model.path`. Raises ConfigError when there is none that can be served."""
+    try:
+        return ModelConfig.from_dir(config.model.path)
+    except ModelConfigError as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def default_config(model_dir: Path, overrides: Sequence[str]) -> SluiceConfig:
+    """The defaults of every field, in the checkpoint's own dtype, after ``key.path=value`` overrides."""
+    plain = build_config({"model": {"path": str(model_dir)}})
+    dtype = checkpoint_of(plain).dtype
+    served = dtype if dtype in ("float32", "bfloat16") else "bfloat16"
+    return build_config({"model": {"path": str(model_dir), "dtype": served}}, overrides)
