@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 from decode_node.commands import Join, RankEndpoint
+from engine.ports import free_port
 from engine.tp_channel import ChannelError, TpFollower, TpLeader
 
 POLL_S = 0.01
 
 
 def free_url(host: str) -> str:
-    """A TCP URL on `host` that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
+    """A TCP URL on `host` that nothing listens on now, and whose port no outgoing connection will take meanwhile."""
+    return f"tcp://{host}:{free_port(host)}"
 
 
 def call_followers(channel: TpLeader, join: Join, timeout_s: float) -> None:
