@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 
 _DEFAULT_CONFIG = Path("deploy/configs/local.yaml")
+_PIPED_WIDTH = 140  # columns of tables that go to a file or a pipe
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The deployment's sluice.yaml.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: key.path=value. Repeatable.")]
 AddressOption = Annotated[
@@ -55,8 +56,8 @@ def status(
     if as_json:
         print(json.dumps(status_as_json(snapshot), indent=2))
     else:
-        console = Console()
-        console.print(status_view(snapshot), width=None if console.is_terminal else 140)
+        width = None if sys.stdout.isatty() else _PIPED_WIDTH
+        Console(width=width).print(status_view(snapshot))
 
 
 @app.command()

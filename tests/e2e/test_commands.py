@@ -37,6 +37,7 @@ def test_status_shows_workers_pools_and_topology(passkey_cluster: Cluster) -> No
     assert all(pool["used"] == 0 and pool["total"] > 0 for pool in pools.values())
     table = sluice("status", "--address", passkey_cluster.grpc_address)
     assert table.returncode == 0 and "decode-0/dp0/tp0" in table.stdout and "host_blocks" in table.stdout
+    assert "…" not in table.stdout, "a column was cut off in a pipe"
 
 
 def test_generate_answers_a_passkey_question(passkey_cluster: Cluster) -> None:
