@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_node.events import Released, Reserved
+from decode_node.events import Grown, Released, Reserved
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Turn:
     """One turn of the loop, on every rank alike: take in, let go, then compute one step for `step`."""
 
     reserved: tuple[Reserved, ...] = ()
+    grown: tuple[Grown, ...] = ()
     released: tuple[Released, ...] = ()
     step: tuple[StepRow, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reserved or self.released or self.step)
+        return bool(self.reserved or self.grown or self.released or self.step)
 
 
 @dataclass(frozen=True)

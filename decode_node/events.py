@@ -58,6 +58,17 @@ class Reserved:
 
 
 @dataclass(frozen=True)
+class Grown:
+    """The request on hot row `row` got blocks for its next positions: its `start`-th block and the following."""
+
+    request_id: str
+    row: int
+    start: int
+    main_blocks: tuple[int, ...]
+    indexer_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Delivered:
     """`token` is the request's next one."""
 
@@ -81,4 +92,4 @@ class Released:
     generation: int
 
 
-Event = Reserved | Delivered | Ended | Released
+Event = Reserved | Grown | Delivered | Ended | Released

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from decode_node.commands import PullEnded, Quiescent, Report, StepRow, Turn
-from decode_node.events import Delivered, Ended, Failure, FailureKind, GeneratedToken, Refused, Released, Reserved
+from decode_node.events import (
+    Delivered,
+    Ended,
+    Failure,
+    FailureKind,
+    GeneratedToken,
+    Grown,
+    Refused,
+    Released,
+    Reserved,
+)
 from decode_node.faults import HostRowEraser
 from decode_node.inbox import Cancel, FirstToken, Inbox, Message, OwnReport, SessionSink, Submit
 from decode_node.rank import Rank
@@ -32,6 +42,7 @@ class Snapshot:
     waiting: int
     usage: dict[str, Usage]
     context_tokens: tuple[int, ...]  # of the running requests
+    preemptions: int
 
 
 class LeaderLoop:
@@ -58,7 +69,9 @@ class LeaderLoop:
         self._eraser = eraser
         self._sinks: dict[str, SessionSink] = {}
         self._reserved: list[Reserved] = []  # for the next turn
+        self._grown: list[Grown] = []
         self._released: list[Released] = []
+        self._starved = False  # whether all running requests wait for memory that is being given back
         self._stopping = threading.Event()
         self._clock = time.monotonic
         self.snapshot = self._take_snapshot()
@@ -88,8 +101,10 @@ class LeaderLoop:
         self._scheduler.expire(now)
         self._scheduler.reserve(now)
         self._check_health(now)
+        states = self._scheduler.next_step(now)
         self._dispatch()
-        turn = self._plan()
+        self._starved = not states
+        turn = self._plan(states)
         if turn:
             self._channel.broadcast(turn)
             self._rank.take_in_and_let_go(turn)
@@ -100,8 +115,10 @@ class LeaderLoop:
 
     def _patience(self) -> float:
         phases = self._scheduler.count
-        if self._reserved or self._released or phases(Phase.RUNNING):
+        if self._reserved or self._released:
             return 0.0
+        if phases(Phase.RUNNING):
+            return PEER_POLL_S if self._starved else 0.0
         if self._ranks > 1 and phases(Phase.RESERVED, Phase.LOADING, Phase.DRAINING):
             return PEER_POLL_S
         return IDLE_WAIT_S
@@ -147,23 +164,27 @@ class LeaderLoop:
             raise RuntimeError(f"request {rid}: ranks {ranks} did not confirm that they let go of its blocks")
 
     def _dispatch(self) -> None:
-        """Tokens and ends go to their sessions at once, reservations and releases to the ranks with the next turn."""
+        """Tokens and ends go to their sessions at once, what concerns memory to the ranks with the next turn."""
         for event in self._scheduler.take_events():
-            if isinstance(event, Released):
-                self._released.append(event)
-                continue
-            if isinstance(event, Reserved):
-                self._reserved.append(event)
-            self._deliver(event)
+            match event:
+                case Released():
+                    self._released.append(event)
+                case Grown():
+                    self._grown.append(event)
+                case Reserved():
+                    self._reserved.append(event)
+                    self._deliver(event)
+                case _:
+                    self._deliver(event)
 
-    def _plan(self) -> Turn:
+    def _plan(self, states: list[RequestState]) -> Turn:
         reserved, self._reserved = tuple(self._reserved), []
+        grown, self._grown = tuple(self._grown), []
         released, self._released = tuple(self._released), []
-        states = self._scheduler.running()
         if self._eraser is not None:
             for state in states:
                 self._eraser.before_step(state)
-        return Turn(reserved, released, tuple(_step_row(state) for state in states))
+        return Turn(reserved, grown, released, tuple(_step_row(state) for state in states))
 
     def _deliver(self, event: Reserved | Delivered | Ended) -> None:
         sink = self._sinks.get(event.request_id)
@@ -206,6 +227,7 @@ class LeaderLoop:
             waiting=self._scheduler.count(Phase.WAITING, Phase.RESERVED, Phase.LOADING),
             usage=dict(self._scheduler.usage()),
             context_tokens=tuple(state.position + 1 for state in self._scheduler.running()),
+            preemptions=self._scheduler.preemptions,
         )
 
 

@@ -92,9 +92,9 @@ def _pull_target(tensor: Tensor | None) -> TensorMemory | None:
 
 
 class RowTables:
-    """Block tables of the requests, by hot row: written once per reservation, read in every step.
+    """Block tables of the requests, by hot row: written as requests get blocks, read in every step.
 
-    Invariant (test_row_tables_keep_other_rows): binding a row changes no other row.
+    Invariant (test_row_tables_keep_other_rows): binding or extending a row changes no other row.
     """
 
     def __init__(self, geometry: DecodeGeometry) -> None:
@@ -106,6 +106,11 @@ class RowTables:
 
     def bind(self, row: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
         """Row `row` now belongs to a request with these blocks, in position order."""
+        self.main[row].zero_()
+        self.indexer[row].zero_()
+        self.extend(row, 0, main_blocks, indexer_blocks)
+
+    def extend(self, row: int, start: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
+        """The request of row `row` has these blocks from its `start`-th on."""
         for table, blocks in ((self.main, main_blocks), (self.indexer, indexer_blocks)):
-            table[row].zero_()
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            table[row, start : start + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)

@@ -98,7 +98,8 @@ class Rank:
         self._report(Quiescent(request_id, self._generations.pop(request_id, 0)))
 
     def take_in_and_let_go(self, turn: Turn) -> None:
-        """Opens the reservations of `turn` for pulls and stops the pulls of its releases. Does not block."""
+        """Opens the reservations of `turn` for pulls, notes the blocks that requests got since, and stops the pulls of
+        its releases. Does not block."""
         for request in turn.reserved:
             rid = request.request_id
             self._tables.bind(request.row, request.main_blocks, request.indexer_blocks)
@@ -115,6 +116,8 @@ class Rank:
                 )
             except ValueError as error:
                 self._report(PullEnded(rid, request.generation, str(error)))
+        for grown in turn.grown:
+            self._tables.extend(grown.row, grown.start, grown.main_blocks, grown.indexer_blocks)
         for released in turn.released:
             self.source.release(released.request_id)
 

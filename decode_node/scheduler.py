@@ -15,25 +15,27 @@ from decode_node.events import (
     Failure,
     FailureKind,
     GeneratedToken,
+    Grown,
     Refused,
     Released,
     Reserved,
 )
 from decode_node.finish import FinishReason, FinishRules
-from decode_node.geometry import DecodeGeometry
-from engine.kv_cache import CacheSpec, KVCacheManager, Usage
-
-MAIN, INDEXER, HOT_ROWS = "main", "indexer", "hot_rows"
+from decode_node.kv_room import HOT_ROWS, INDEXER, MAIN, KvRoom, Need
+from engine.kv_cache import KVCacheManager, Usage
 
 
 class Phase(enum.Enum):
     """Where a request is; it only moves downwards."""
 
     WAITING = "waiting"  # holds nothing
-    RESERVED = "reserved"  # holds everything; its prefill has not finished
+    RESERVED = "reserved"  # holds what its prompt and first step need; its prefill has not finished
     LOADING = "loading"  # its first token is known; some rank still pulls
     RUNNING = "running"  # computed in every step
     DRAINING = "draining"  # ended; its blocks are in quarantine until every rank is quiescent
+
+
+_HOLDING = (Phase.RESERVED, Phase.LOADING, Phase.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class DecodeRequest:
     prompt_tokens: int
     rules: FinishRules
     deadline: float  # monotonic seconds
+    resumed: bool = False  # it goes on with an interrupted request, ahead of new ones
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that memory is reserved for."""
+        """Most tokens it can ever need memory for."""
         return self.prompt_tokens + self.rules.sampling.max_tokens
 
 
@@ -70,29 +73,26 @@ class RequestState:
         """Position of the newest token, which the next step computes."""
         return self.request.prompt_tokens + len(self.tokens) - 1
 
+    def need(self, step_tokens: int) -> Need:
+        """What its next step, or its first one, takes."""
+        position, most = max(self.position, self.request.prompt_tokens), self.request.total_tokens
+        return Need(self.request.request_id, min(most, position + step_tokens), most)
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
     """`lease_s`: longest wait for a first token when the KV is there, and for the ranks when a request has ended.
 
     Silence while KV is on its way is noticed by each rank's puller, which knows of every batch.
+    `step_tokens`: tokens one step adds to a sequence at most. `headroom_tokens`: see KvRoom.
     """
 
     ranks: int
     max_waiting: int
     max_request_tokens: int
     lease_s: float
-
-
-def kv_manager(geometry: DecodeGeometry) -> KVCacheManager:
-    """Accounting of the three regions a request needs; a hot row is one block that is long enough for any request."""
-    return KVCacheManager(
-        {
-            MAIN: CacheSpec(geometry.block_size, geometry.num_blocks),
-            INDEXER: CacheSpec(geometry.block_size, geometry.num_blocks),
-            HOT_ROWS: CacheSpec(geometry.max_request_tokens, geometry.hot.rows),
-        }
-    )
+    step_tokens: int = 1
+    headroom_tokens: int = 0
 
 
 class Scheduler:
@@ -101,21 +101,24 @@ class Scheduler:
     Its methods record what must happen next; `take_events` hands that over, in order.
 
     Invariants:
-    * all or nothing (test_a_request_holds_every_region_or_none): blocks for prompt + max_tokens in both caches and a
-      hot row, taken together in first-come order; so a running request never lacks memory.
+    * all or nothing (test_a_request_holds_every_region_or_none): a request waits for blocks of both caches for its
+      prompt and first step and a hot row, taken together, in first-come order, resumed requests first.
+    * the oldest wins (test_who_lacks_memory_gets_it_from_the_youngest): blocks grow with the sequence; when there are
+      none, the request let in last is preempted. So the one let in first always comes to its end, then the next.
     * destination quarantine (test_blocks_stay_in_quarantine_until_every_rank_is_quiescent).
     * two completions (test_runs_only_with_first_token_and_every_rank_pulled).
     * one exit (test_accounting_returns_to_zero_from_every_phase): `_free` alone gives memory back, once per request.
     """
 
     def __init__(self, kv: KVCacheManager, limits: SchedulerLimits) -> None:
-        self._kv = kv
+        self._room = KvRoom(kv, limits.headroom_tokens)
         self._limits = limits
         self._all_ranks = set(range(limits.ranks))
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
         self._generation = 0
         self._events: list[Event] = []
+        self.preemptions = 0  # monotonic
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
@@ -123,14 +126,14 @@ class Scheduler:
         return events
 
     def usage(self) -> Mapping[str, Usage]:
-        return self._kv.usage()
+        return self._room.usage()
 
     def count(self, *phases: Phase) -> int:
         return sum(state.phase in phases for state in self._requests.values())
 
     def running(self) -> list[RequestState]:
-        """The requests of the next step, oldest first."""
-        return [state for state in self._requests.values() if state.phase is Phase.RUNNING]
+        """The requests that are computed, in the order they were let in."""
+        return self._in(Phase.RUNNING)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -152,9 +155,10 @@ class Scheduler:
             )
         state = RequestState(request)
         self._requests[rid] = state
-        self._waiting.append(state)
+        first_new = sum(waiting.request.resumed for waiting in self._waiting)
+        self._waiting.insert(first_new if request.resumed else len(self._waiting), state)
         self.reserve(now)
-        if len(self._waiting) > limits.max_waiting:
+        if len(self._waiting) > limits.max_waiting and not request.resumed:
             self._waiting.pop()
             del self._requests[rid]
             raise Refused(
@@ -168,13 +172,13 @@ class Scheduler:
     def reserve(self, now: float) -> None:
         """Gives memory to waiting requests, in order, as long as the first one fits."""
         while self._waiting:
-            state = self._waiting[0]
-            request = state.request
-            if not self._kv.can_allocate(request.request_id, request.total_tokens):
+            state, step_tokens = self._waiting[0], self._limits.step_tokens
+            request, need = state.request, state.need(step_tokens)
+            inside = [other.need(step_tokens) for other in self._in(*_HOLDING)]
+            if not self._room.can_enter(need, inside):
                 return
             self._waiting.popleft()
-            self._kv.allocate(request.request_id, request.total_tokens)
-            blocks = self._kv.blocks(request.request_id)
+            blocks = self._room.enter(need)
             self._generation += 1
             state.phase, state.generation, state.row = Phase.RESERVED, self._generation, blocks[HOT_ROWS][0]
             self._events.append(
@@ -219,6 +223,31 @@ class Scheduler:
             elif state.phase is Phase.DRAINING:
                 self._release(state, now)
             self._run_if_complete(state)
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def next_step(self, now: float) -> list[RequestState]:
+        """The running requests with memory for their next step. The others sit it out until there is some."""
+        return [state for state in self.running() if self._make_room(state, now)]
+
+    def _make_room(self, state: RequestState, now: float) -> bool:
+        """Gives a running request memory for its next step, taking it from those let in last if there is no other.
+
+        False if it must wait, for memory that is being given back, or was preempted itself.
+        """
+        need = state.need(self._limits.step_tokens)
+        while state.phase is Phase.RUNNING:
+            if self._room.can_grow(need, leaving=()):
+                blocks = self._room.grow(need)
+                if blocks.main:
+                    self._events.append(Grown(need.request_id, state.row, blocks.start, blocks.main, blocks.indexer))
+                return True
+            leaving = [other.request.request_id for other in self._in(Phase.DRAINING)]
+            if self._room.can_grow(need, leaving):
+                return False
+            self.preemptions += 1
+            self._end(self._in(*_HOLDING)[-1], FinishReason.PREEMPTED, now)
+        return False
 
     # -- running and leaving -----------------------------------------------------------------------------------------
 
@@ -274,6 +303,11 @@ class Scheduler:
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
+    def _in(self, *phases: Phase) -> list[RequestState]:
+        """The requests in these phases, in the order they were let in."""
+        found = [state for state in self._requests.values() if state.phase in phases]
+        return sorted(found, key=lambda state: state.generation)
+
     def _find(self, request_id: str, generation: int) -> RequestState | None:
         state = self._requests.get(request_id)
         return state if state is not None and state.generation == generation else None
@@ -312,5 +346,5 @@ class Scheduler:
         self._events.append(Released(state.request.request_id, state.generation))
 
     def _free(self, state: RequestState) -> None:
-        self._kv.free(state.request.request_id)
+        self._room.leave(state.request.request_id)
         del self._requests[state.request.request_id]

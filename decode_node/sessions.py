@@ -39,6 +39,7 @@ FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.PREEMPTED: common_pb2.FINISH_REASON_PREEMPTED,
 }
 
 SessionEvent = Reserved | Delivered | Ended
@@ -161,6 +162,7 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
             prompt_tokens=len(admit.prompt),
             rules=FinishRules(sampling, terms.eos_token_ids, terms.max_request_tokens),
             deadline=time.monotonic() + terms.request_timeout_s,
+            resumed=admit.resumed,
         )
 
     async def _forward_first_token(self, requests: Requests, request_id: str, inbox: Inbox, session: Session) -> None:

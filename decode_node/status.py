@@ -9,9 +9,9 @@ from sluice.v1 import common_pb2
 from decode_node.backend import HotCounters
 from decode_node.batch_reader import PullCounters
 from decode_node.geometry import DecodeGeometry
+from decode_node.kv_room import HOT_ROWS, INDEXER, MAIN
 from decode_node.leader import Snapshot
 from decode_node.rank import StepCounters
-from decode_node.scheduler import HOT_ROWS, INDEXER, MAIN
 
 _POOLS = {MAIN: ("host_blocks", "blocks"), INDEXER: ("indexer_blocks", "blocks"), HOT_ROWS: ("hot_rows", "rows")}
 
@@ -22,6 +22,7 @@ def add_scheduling(status: common_pb2.WorkerStatus, snapshot: Snapshot) -> None:
     for cache, (name, unit) in _POOLS.items():
         used, total = snapshot.usage[cache]
         status.pools.add(name=name, used=used, total=total, unit=unit)
+    status.counters["preemptions"] = snapshot.preemptions
     status.gauges["context_tokens"] = sum(snapshot.context_tokens)
     status.gauges["longest_context_tokens"] = max(snapshot.context_tokens, default=0)
 

@@ -18,9 +18,10 @@ from decode_node.faults import HostRowEraser
 from decode_node.follower import FollowerLoop
 from decode_node.inbox import Inbox
 from decode_node.joining import await_join, call_followers, free_url, gather_endpoints
+from decode_node.kv_room import kv_manager
 from decode_node.leader import LeaderLoop
 from decode_node.node import Node, NodeSetup, build_node
-from decode_node.scheduler import Scheduler, SchedulerLimits, kv_manager
+from decode_node.scheduler import Scheduler, SchedulerLimits
 from decode_node.sessions import DECODE_SERVICE, DecodeSessions, SessionTerms
 from decode_node.status import add_pulls, add_rank, add_scheduling
 from engine.tp_channel import TpFollower, TpLeader
@@ -128,6 +129,7 @@ class DecodeWorker:
             max_waiting=setup.config.decode.max_waiting,
             max_request_tokens=geometry.max_request_tokens,
             lease_s=setup.config.transfer.lease_s,
+            headroom_tokens=setup.config.decode.headroom_tokens,
         )
         erased = setup.config.faults.zero_host_rows
         eraser = HostRowEraser(erased, node.memory, node.tables) if erased else None

@@ -91,6 +91,9 @@ class DecodeSection(Section):
     host_pool_bytes: Bytes = Field(256 << 20, description="main-KV host memory per DP rank, over all layers")
     max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
     max_waiting: Positive = Field(256, description="requests waiting for blocks per DP rank; further ones get 429")
+    headroom_tokens: Annotated[int, Field(ge=0)] = Field(
+        64, description="tokens every request must still have room for when another one is let in"
+    )
     reservation_s: Seconds = Field(120.0, description="longest time a request's blocks wait for prefill's next layer")
     threads: Positive = Field(1, description="compute threads per worker process")
 

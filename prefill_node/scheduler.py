@@ -37,6 +37,7 @@ class PrefillJob:
     prompt: tuple[int, ...]
     deadline: float  # the request's end, whatever it is doing
     start_by: float  # it must run by then: its destination is not reserved for longer
+    resumed: bool = False  # it goes on with an interrupted request, ahead of new ones
 
 
 @dataclass
@@ -79,8 +80,9 @@ def _whole_blocks(need: int, room: int, block_size: int) -> int:
 class PrefillScheduler:
     """Requests from arrival to the last chunk of their prompt.
 
-    First come, first served into `running`, then fair shares of every step. A request holds blocks from the moment it
-    runs until its last chunk is complete or it is cancelled; this class is the only one to free them.
+    First come, first served into `running`, resumed requests before new ones, then fair shares of every step. A
+    request holds blocks from the moment it runs until its last chunk is complete or it is cancelled; this class is the
+    only one to free them.
 
     Invariants: all or nothing allocation (a request holds blocks for its whole prompt in every cache type, or none);
     accounting returns to zero; a request that could never run is refused at once; no state cannot be cancelled.
@@ -130,12 +132,14 @@ class PrefillScheduler:
                 f"request {job.request_id!r}: {tokens} prompt tokens need {-(-tokens // limits.block_size)} blocks, "
                 f"this prefill group has {held}",
             )
-        if len(self._waiting) >= limits.max_waiting:
+        if len(self._waiting) >= limits.max_waiting and not job.resumed:
             raise Refused(
                 FailureKind.QUEUE_FULL,
                 f"request {job.request_id!r}: {limits.max_waiting} requests are waiting already (prefill.max_waiting)",
             )
         self._waiting[job.request_id] = _Entry(job)
+        if job.resumed:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: not item[1].job.resumed))
 
     def set_routed(self, request_id: str) -> None:
         """Every rank can reach the request's destination: it may run. No effect on a request that is gone."""

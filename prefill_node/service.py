@@ -103,6 +103,7 @@ class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
             prompt=tuple(request.prompt),
             deadline=now + min(self._request_timeout_s, math.inf if remaining is None else remaining),
             start_by=now + lease_s,
+            resumed=request.resumed,
         )
 
 

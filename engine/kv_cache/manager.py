@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from engine.kv_cache.block_pool import NoFreeBlocks
 from engine.kv_cache.single_type import CacheSpec, SingleTypeKVCacheManager, Usage
@@ -24,8 +24,13 @@ class KVCacheManager:
         """True if an empty node could hold the request."""
         return all(t.blocks_for(num_tokens) <= t.spec.num_blocks for t in self._types.values())
 
-    def can_allocate(self, request_id: str, num_tokens: int) -> bool:
-        return all(t.can_allocate(request_id, num_tokens) for t in self._types.values())
+    def can_allocate(self, request_id: str, num_tokens: int, without: Collection[str] = ()) -> bool:
+        """Whether the request could grow to `num_tokens`, as if the (other) requests `without` had been freed."""
+        return self.can_allocate_together({request_id: num_tokens}, without)
+
+    def can_allocate_together(self, num_tokens: Mapping[str, int], without: Collection[str] = ()) -> bool:
+        """Whether all these requests could grow to their tokens at the same time."""
+        return all(t.can_allocate_together(num_tokens, without) for t in self._types.values())
 
     def allocate(self, request_id: str, num_tokens: int) -> None:
         """Grows the request to `num_tokens` tokens in every type, or raises NoFreeBlocks and changes nothing."""

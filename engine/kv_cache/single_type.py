@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,8 +40,13 @@ class SingleTypeKVCacheManager:
     def _missing(self, request_id: str, num_tokens: int) -> int:
         return max(0, self.blocks_for(num_tokens) - len(self._blocks.get(request_id, ())))
 
+    def can_allocate_together(self, num_tokens: Mapping[str, int], without: Collection[str] = ()) -> bool:
+        """Whether all these requests could grow to their tokens, as if the requests `without` had been freed."""
+        free = self._pool.num_free + sum(len(self._blocks.get(request_id, ())) for request_id in without)
+        return sum(self._missing(request_id, tokens) for request_id, tokens in num_tokens.items()) <= free
+
     def can_allocate(self, request_id: str, num_tokens: int) -> bool:
-        return self._missing(request_id, num_tokens) <= self._pool.num_free
+        return self.can_allocate_together({request_id: num_tokens})
 
     def allocate(self, request_id: str, num_tokens: int) -> None:
         """Grows the request to `num_tokens` tokens; never shrinks. Raises NoFreeBlocks and changes nothing."""

@@ -17,10 +17,11 @@ from decode_node.faults import HostRowEraser
 from decode_node.finish import FinishRules
 from decode_node.geometry import plan_geometry
 from decode_node.inbox import Inbox
+from decode_node.kv_room import kv_manager
 from decode_node.leader import LeaderLoop
 from decode_node.memory import DecodeMemory, HostMemory, RowTables
 from decode_node.rank import PullTerms, Rank
-from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits, kv_manager
+from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits
 from engine.config import SluiceConfig
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
@@ -140,6 +141,7 @@ class LocalNode(LocalRank):
             max_waiting=self.config.decode.max_waiting,
             max_request_tokens=self.geometry.max_request_tokens,
             lease_s=60.0,
+            headroom_tokens=self.config.decode.headroom_tokens,
         )
         self.scheduler = Scheduler(kv_manager(self.geometry), limits)
         eraser = HostRowEraser(erase, self.memory, self.tables) if erase else None

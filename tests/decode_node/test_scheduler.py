@@ -19,7 +19,8 @@ from decode_node.events import (
     Reserved,
 )
 from decode_node.finish import FinishReason, FinishRules
-from decode_node.scheduler import HOT_ROWS, INDEXER, MAIN, DecodeRequest, Phase, Scheduler, SchedulerLimits
+from decode_node.kv_room import HOT_ROWS, INDEXER, MAIN
+from decode_node.scheduler import DecodeRequest, Phase, Scheduler, SchedulerLimits
 from engine.kv_cache import CacheSpec, KVCacheManager
 from engine.sampling_params import SamplingParams
 
@@ -31,13 +32,22 @@ WORD = GeneratedToken(9)
 class Bench:
     """A scheduler with `RANKS` ranks, and shorthands."""
 
-    def __init__(self, blocks: int = BLOCKS, rows: int = ROWS, max_waiting: int = 4) -> None:
+    def __init__(self, blocks: int = BLOCKS, rows: int = ROWS, max_waiting: int = 4, headroom: int = 0) -> None:
         specs = {MAIN: CacheSpec(BLOCK, blocks), INDEXER: CacheSpec(BLOCK, BLOCKS), HOT_ROWS: CacheSpec(1000, rows)}
-        self.scheduler = Scheduler(KVCacheManager(specs), SchedulerLimits(RANKS, max_waiting, blocks * BLOCK, LEASE))
+        limits = SchedulerLimits(RANKS, max_waiting, blocks * BLOCK, LEASE, headroom_tokens=headroom)
+        self.scheduler = Scheduler(KVCacheManager(specs), limits)
 
-    def submit(self, rid: str, prompt: int = 5, deadline: float = 1e9, now: float = 0.0, **sampling: Any) -> None:
+    def submit(
+        self,
+        rid: str,
+        prompt: int = 5,
+        deadline: float = 1e9,
+        now: float = 0.0,
+        resumed: bool = False,
+        **sampling: Any,
+    ) -> None:
         rules = FinishRules(SamplingParams(**{"max_tokens": 3, **sampling}), frozenset({EOS}), 1000)
-        self.scheduler.submit(DecodeRequest(rid, prompt, rules, deadline), now)
+        self.scheduler.submit(DecodeRequest(rid, prompt, rules, deadline, resumed), now)
 
     def events(self) -> list[Event]:
         return self.scheduler.take_events()
@@ -55,6 +65,13 @@ class Bench:
         assert [state.request.request_id for state in self.scheduler.running()][-1] == rid
         self.events()
         return generation
+
+    def step(self) -> list[str]:
+        """One decode step: who took part in it."""
+        states = self.scheduler.next_step(0.0)
+        for state in states:
+            self.scheduler.commit(state.request.request_id, WORD, 0.0)
+        return [state.request.request_id for state in states]
 
     def drain(self, rid: str, generation: int) -> None:
         for rank in range(RANKS):
@@ -76,14 +93,15 @@ def failure_of(event: Event) -> Failure:
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
-def test_a_reservation_covers_prompt_and_output() -> None:
+@pytest.mark.parametrize(("prompt", "max_tokens", "blocks"), [(5, 30, 2), (7, 1, 2), (8, 30, 3), (8, 1, 3)])
+def test_a_reservation_covers_prompt_and_first_step(prompt: int, max_tokens: int, blocks: int) -> None:
     bench = Bench()
-    bench.submit("a", prompt=5, max_tokens=4)
+    bench.submit("a", prompt=prompt, max_tokens=max_tokens)
     (event,) = bench.events()
     assert isinstance(event, Reserved)
-    assert (event.request_id, event.prompt_tokens) == ("a", 5)
-    assert len(event.main_blocks) == len(event.indexer_blocks) == 3  # ceil(9 / 4)
-    assert bench.used() == {MAIN: 3, INDEXER: 3, HOT_ROWS: 1}
+    assert (event.request_id, event.prompt_tokens) == ("a", prompt)
+    assert len(event.main_blocks) == len(event.indexer_blocks) == blocks
+    assert bench.used() == {MAIN: blocks, INDEXER: blocks, HOT_ROWS: 1}
 
 
 @pytest.mark.parametrize(("blocks", "rows"), [(4, 3), (10, 1)])
