@@ -161,7 +161,7 @@ async def reserve(channel: grpc.aio.Channel, ready: Replica) -> worker_pb2.Desti
     admit = worker_pb2.Admit(request_id="r1", prompt=[5] * 100, sampling=sampling)
     await call.write(worker_pb2.DecodeSessionRequest(admit=admit))
     destination: worker_pb2.Destination = (await call.read()).destination
-    pools = len(ready.processes) + 1 + 8 + 8  # a pull on each rank, a hot row, 120 tokens in blocks of 16 twice
+    pools = len(ready.processes) + 1 + 7 + 7  # a pull on each rank, a hot row, 101 tokens in blocks of 16 twice
     await ready.until(lambda: ready.used() == pools, 5)
     call.cancel()
     await ready.until(lambda: ready.used() == 0, 5)
