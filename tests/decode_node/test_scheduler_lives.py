@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from decode_node.events import Delivered, Ended, GeneratedToken, Grown, Released, Reserved
 from decode_node.finish import FinishReason, FinishRules
@@ -146,7 +152,5 @@ class Lives(RuleBasedStateMachine):
         assert all(usage.used == 0 for usage in self.scheduler.usage().values())
 
 
-test_nobody_is_stranded_and_pools_return_to_zero = Lives.TestCase
-test_nobody_is_stranded_and_pools_return_to_zero.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None
-)
+def test_nobody_is_stranded_and_pools_return_to_zero() -> None:
+    run_state_machine_as_test(Lives, settings=settings(max_examples=80, stateful_step_count=60, deadline=None))
