@@ -288,6 +288,8 @@ def _read_quant_block(reader: FieldReader) -> tuple[int, int] | None:
     if quant is None:
         return None
     quant.choice("quant_method", ("fp8",))
+    if (scheme := quant.raw("kv_cache_scheme")) is not None:
+        raise quant.error("kv_cache_scheme", scheme, "null, as main KV is never packed")
     block = quant.raw("weight_block_size")
     if block is None:
         return (128, 128)

@@ -42,13 +42,13 @@ def test_equal_to_transformers_with_the_same_quantiser(deployment: Deployment) -
         assert_tokens_match(answer.tokens, oracle.greedy(prompt, NEW_TOKENS))
 
 
-@pytest.mark.parametrize(("dtype", "key_bytes"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "key_bytes", "tp"), [("float32", 4, 1), ("bfloat16", 2, 2)])
 def test_pass_keys_are_found_with_index_keys_of_a_fraction_of_the_bytes(
-    checkpoints: dict[str, Path], dtype: str, key_bytes: int
+    checkpoints: dict[str, Path], dtype: str, key_bytes: int, tp: int
 ) -> None:
     model = ModelConfig.from_dir(checkpoints["passkey"])
     questions = [make_prompt(1500, depth / 8, seed=depth) for depth in range(8)]
-    with Cluster(checkpoints["passkey"], INT8 | {"model.dtype": dtype}) as cluster:
+    with Cluster(checkpoints["passkey"], INT8 | {"model.dtype": dtype, "prefill.tp": tp, "decode.tp": tp}) as cluster:
         answers = cluster.complete_all([text for text, _ in questions], 20, stop=["\n"])
         assert [key in answer.text for (_, key), answer in zip(questions, answers, strict=True)] == [True] * 8
         status = cluster.worker("decode-0/dp0/tp0").status

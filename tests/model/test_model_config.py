@@ -114,6 +114,7 @@ def test_eos_ids_come_from_generation_config_where_it_has_them() -> None:
         ({"eos_token_id": 320}, "eos_token_id"),
         ({"dtype": "int8"}, "dtype"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0]}}, "weight_block_size"),
     ],
 )
