@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -43,11 +44,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1)
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0 <= _single(self.temperature) < float("inf"):
             raise SamplingParamsError("temperature", self.temperature, "a finite number of at least 0")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < _single(self.top_p) <= 1:
             raise SamplingParamsError("top_p", self.top_p, "a number above 0, at most 1")
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, 2**32 - 1)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**64 - 1)
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -67,6 +68,14 @@ class SamplingParams:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _single(value: float) -> float:
+    """`value` in single precision, in which the processes send it to each other; infinite beyond its range."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
 
 
 def _integer(field: str, value: object, lowest: int, highest: int | None = None) -> None:

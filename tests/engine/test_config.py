@@ -19,6 +19,7 @@ LOCAL = Path(__file__).parents[2] / "deploy/configs/local.yaml"
         ("decode.hot_tokens=100", r"decode\.hot_tokens = 100 must be a multiple of kv\.block_size = 16"),
         ("prefill.max_tokens_per_step=8", r"must be at least kv\.block_size = 16"),
         ("prefill.tp=0", r"prefill\.tp = 0: .*greater than or equal to 1"),
+        ("prefill.tp=true", r"prefill\.tp = True: .*valid integer"),
         ("decode.host_pool_bytes=lots", r"decode\.host_pool_bytes = 'lots': 'lots' is not a size"),
         ("http.port=70000", r"http\.port = 70000: .*65535"),
         ("model.path.deep=1", r"model\.path is a value, not a section"),
