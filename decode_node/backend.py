@@ -16,44 +16,45 @@ from engine.ops.residency import Residency, ResidencyState, lru_residency
 
 
 class _Step(NamedTuple):
-    """What all layers of a step share. B requests, one token each."""
+    """What all layers of a step share. B requests, T tokens."""
 
     rows: Tensor  # [B] int32 hot rows
     generations: Tensor  # [B] int64
-    query_ends: Tensor  # [B] int32: 1, 2, ..., B
-    visible: Tensor  # [B] int32: positions the token sees, itself included
-    stable_prefix: Tensor  # [B] int32: positions written by earlier steps
+    query_ends: Tensor  # [B] int32, cumulative number of tokens
+    visible: Tensor  # [B] int32: positions the request's last token sees, itself included
+    stable_prefix: Tensor  # [B] int32: positions written by earlier steps, and confirmed
     main_table: Tensor  # [B, width] int32
     indexer_table: Tensor  # [B, width] int32
     hot_table: Tensor  # [B, blocks of a hot row] int32
     hot_lens: Tensor  # [B] int32: slots of a hot row
-    host_slots: Tensor  # [B] int64: where the new main-KV row goes in the host pool
-    index_slots: Tensor  # [B] int64: where the new indexer key goes
-    tail_slots: Tensor  # [B] int64: where the new main-KV row goes in the hot buffer
-    no_leading_misses: Tensor  # [B] int32 zeros: misses are told by list only
+    host_slots: Tensor  # [T] int64: where the new main-KV rows go in the host pool
+    index_slots: Tensor  # [T] int64: where the new indexer keys go
+    tail_slots: Tensor  # [T] int64: where the new main-KV rows go in the hot buffer
+    no_leading_misses: Tensor  # [T] int32 zeros: misses are told by list only
 
 
 class _Selection(NamedTuple):
     """What an owning layer selected; layers that share it use it as it is, with their own caches."""
 
-    topk_ids: Tensor  # [B, topk] int32
+    topk_ids: Tensor  # [T, topk] int32
     residency: Residency
 
 
 @dataclass
 class HotCounters:
-    """Monotonic, summed over layers and requests; written by the engine thread only."""
+    """Monotonic, summed over layers and tokens; written by the engine thread only."""
 
     hits: int = 0
-    misses: int = 0
+    misses: int = 0  # a row that several tokens of a request need is fetched once, and a hit for the others
     bytes_host_to_device: int = 0
 
 
 class DecodeBackend:
     """AttentionBackend of a decode rank. Per layer and step, for each request:
 
-    1. the new main-KV row goes to the tail of its hot row and, written by one rank only, to the host pool;
-    2. the new indexer key goes to the indexer cache; the lightning indexer picks the top-k of all visible positions;
+    1. the new main-KV rows go to the tail of its hot row and, written by one rank only, to the host pool;
+    2. the new indexer keys go to the indexer cache; for each token the lightning indexer picks the top-k of all
+       positions it sees;
     3. residency says which picked rows are in the hot row and which slots the missing ones get;
     4. Copy-SFA fetches these from the host pool and attends over exactly the picked slots.
 
@@ -61,7 +62,9 @@ class DecodeBackend:
     misses are right for its caches too, if it makes the same copies in every step (it does).
 
     Invariant "sealed prefix" (test_sealed_prefix): a hot slot counts as a hit only for the same request generation,
-    and only for positions that earlier steps wrote; the step's own token is always read from the tail.
+    and only for confirmed positions that earlier steps wrote; the step's own tokens are always read from the tail. So a
+    drafted token that proves wrong leaves nothing behind: its rows are written anew, in the host pool too, before its
+    position is sealed (test_rollback_never_leaves_a_wrong_row_resident).
     """
 
     def __init__(self, model: ModelConfig, memory: DecodeMemory, tables: RowTables, *, writes_host: bool) -> None:
@@ -77,33 +80,59 @@ class DecodeBackend:
         self._copied = torch.zeros(1, dtype=torch.int64)
         self.counters = HotCounters()
 
-    def begin(self, rows: Tensor, generations: Tensor, positions: Tensor) -> None:
-        """Before each `DsaDecoder.forward`: one token per request.
+    def begin(
+        self,
+        rows: Tensor,
+        generations: Tensor,
+        starts: Tensor,
+        counts: Tensor | None = None,
+        stable_prefix: Tensor | None = None,
+    ) -> Tensor:
+        """Before each pass over one or more layers: some consecutive new tokens of each request.
 
-        rows: [B] int64, distinct hot rows; generations: [B] int64, positive, of the reservations that hold them;
-        positions: [B] int64, of the new tokens.
+        Args:
+            rows: [B] int64, distinct hot rows.
+            generations: [B] int64, positive, of the reservations that hold them.
+            starts: [B] int64, position of each request's first new token.
+            counts: [B] int64, its new tokens; None: one each.
+            stable_prefix: [B] int64, the positions before it are confirmed, and those from it on, up to `starts`, were
+                computed since by passes with the same stable prefix; None: `starts`.
+
+        Returns:
+            [T] int64, the positions of all new tokens, request after request.
+
+        Raises:
+            ValueError: more tokens behind the stable prefix than the tail of a hot row holds.
         """
         g = self._memory.geometry
-        count, block = len(rows), positions // g.block_size
+        counts = torch.ones_like(starts) if counts is None else counts
+        stable_prefix = starts if stable_prefix is None else stable_prefix
+        ends = counts.cumsum(0)
+        batch = torch.arange(len(rows)).repeat_interleave(counts)
+        positions = torch.arange(len(batch)) + (starts - ends + counts)[batch]
+        behind = positions - stable_prefix[batch]
+        if int(behind.max()) >= g.block_size:
+            raise ValueError(f"{int(behind.max()) + 1} tokens of a request in its tail of {g.block_size} tokens")
+        block, within = positions // g.block_size, positions % g.block_size
         width = int(block.max()) + 1
         main, indexer = self._tables.main[rows, :width], self._tables.indexer[rows, :width]
-        within, batch = positions % g.block_size, torch.arange(count)
         self._selections.clear()
         self._step = _Step(
             rows=rows.int(),
             generations=generations,
-            query_ends=torch.arange(1, count + 1, dtype=torch.int32),
-            visible=(positions + 1).int(),
-            stable_prefix=positions.int(),
+            query_ends=ends.int(),
+            visible=(starts + counts).int(),
+            stable_prefix=stable_prefix.int(),
             main_table=main,
             indexer_table=indexer,
             hot_table=self._tables.hot[rows],
-            hot_lens=torch.full((count,), g.hot.stride, dtype=torch.int32),
+            hot_lens=torch.full((len(rows),), g.hot.stride, dtype=torch.int32),
             host_slots=main[batch, block].long() * g.block_size + within,
             index_slots=indexer[batch, block].long() * g.block_size + within,
-            tail_slots=rows * g.hot.stride + g.hot.tokens,
-            no_leading_misses=torch.zeros(count, dtype=torch.int32),
+            tail_slots=rows[batch] * g.hot.stride + g.hot.tokens + behind,
+            no_leading_misses=torch.zeros(len(batch), dtype=torch.int32),
         )
+        return positions
 
     def attend(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, indexer: IndexerQuery | None
@@ -157,7 +186,14 @@ class DecodeBackend:
         cache = self._memory.indexers[layer]
         cache.write(step.index_slots, indexer.k)
         topk_ids = cache.select(indexer, step.indexer_table, step.query_ends, step.visible, self._model.index_topk)
-        residency = lru_residency(topk_ids, step.stable_prefix, step.generations, step.rows, self._states[layer])
+        residency = lru_residency(
+            topk_ids,
+            step.stable_prefix,
+            step.generations,
+            step.rows,
+            self._states[layer],
+            query_ends=step.query_ends,
+        )
         return _Selection(topk_ids, residency)
 
     def _count(self, selection: _Selection) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_node.events import Grown, Released, Reserved
+from engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One request's part of a step: compute `token` at `position`."""
+    """One request's part of a step: compute `tokens` at `position` and behind it."""
 
     request_id: str
     row: int  # hot row
     generation: int
-    token: int
-    position: int
+    tokens: tuple[int, ...]  # the newest one, and what was drafted behind it
+    position: int  # of the newest one
+    last_position: int  # behind which nothing needs computing: the request ends
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True)

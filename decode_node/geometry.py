@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config import ConfigError, SluiceConfig
+from engine.config_check import min_hot_tokens
 from engine.model.config import ModelConfig
 from transfer.layout import indexer_token_bytes
 
@@ -152,24 +153,25 @@ def plan_geometry(config: SluiceConfig, model: ModelConfig) -> DecodeGeometry:
         ConfigError: the hot buffer cannot hold one step's top-k, or the host pool not even one block.
     """
     decode, block_size = config.decode, config.kv.block_size
-    if decode.hot_tokens < model.index_topk:
-        least = -(-model.index_topk // block_size) * block_size
+    least = min_hot_tokens(config, model)
+    if decode.hot_tokens < least:
         raise ConfigError(
-            f"decode.hot_tokens = {decode.hot_tokens} cannot hold the {model.index_topk} tokens each step attends to "
-            f"(index_topk); legal: multiples of kv.block_size = {block_size} from {least}"
+            f"decode.hot_tokens = {decode.hot_tokens} cannot hold the {model.index_topk} tokens each row of a step "
+            f"attends to (index_topk), with 1 + {decode.speculative_tokens} (decode.speculative_tokens) rows; legal: "
+            f"multiples of kv.block_size = {block_size} from {least}"
         )
     item_bytes = ITEM_BYTES[config.model.dtype]
     row_bytes = (model.kv_lora_rank + model.qk_rope_head_dim) * item_bytes
-    block_bytes = model.num_hidden_layers * block_size * row_bytes
+    block_bytes = model.num_layers * block_size * row_bytes
     num_blocks = decode.host_pool_bytes // block_bytes
     if num_blocks == 0:
         raise ConfigError(
             f"decode.host_pool_bytes = {decode.host_pool_bytes} holds no block: one block of kv.block_size = "
-            f"{block_size} tokens in all {model.num_hidden_layers} layers takes {block_bytes} bytes"
+            f"{block_size} tokens in all {model.num_layers} layers takes {block_bytes} bytes"
         )
     model_tokens = config.model.max_model_len or model.max_position_embeddings
     return DecodeGeometry(
-        num_layers=model.num_hidden_layers,
+        num_layers=model.num_layers,
         block_size=block_size,
         item_bytes=item_bytes,
         kv_lora_rank=model.kv_lora_rank,

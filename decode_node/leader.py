@@ -7,8 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from decode_node.commands import PullEnded, Quiescent, Report, StepRow, Turn
 from decode_node.events import (
     Delivered,
@@ -26,7 +24,7 @@ from decode_node.inbox import Cancel, FirstToken, Inbox, Message, OwnReport, Ses
 from decode_node.rank import Rank
 from decode_node.scheduler import Phase, RequestState, Scheduler
 from engine.kv_cache import Usage
-from engine.sampling import Sampled, SampleRow, SamplingError, sample
+from engine.sampling import Sampled
 from engine.tp_channel import TpLeader
 
 log = logging.getLogger(__name__)
@@ -195,7 +193,7 @@ class LeaderLoop:
 
     def _compute(self, rows: tuple[StepRow, ...]) -> None:
         try:
-            logits = self._rank.step(rows)
+            result = self._rank.step(rows)
         except Exception as error:
             if self._ranks > 1:
                 raise
@@ -204,22 +202,12 @@ class LeaderLoop:
                 text = f"request {row.request_id}: its step at position {row.position} failed: {error}"
                 self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, text), self._clock())
             return
-        states = {state.request.request_id: state for state in self._scheduler.running()}
-        self._sample(logits, [states[row.request_id] for row in rows])
-
-    def _sample(self, logits: Tensor, states: list[RequestState]) -> None:
-        rows = [SampleRow(s.request.request_id, s.request.rules.sampling, s.position + 1) for s in states]
-        try:
-            sampled = sample(logits, rows)
-        except SamplingError as error:
-            for rid in error.request_ids:
-                self._scheduler.fail(rid, Failure(FailureKind.INTERNAL, f"request {rid}: {error}"), self._clock())
-            good = [index for index, row in enumerate(rows) if row.request_id not in error.request_ids]
-            if good:
-                self._sample(logits[good], [states[index] for index in good])
-            return
-        for row, token in zip(rows, sampled, strict=True):
-            self._scheduler.commit(row.request_id, _generated(token), self._clock())
+        for row, verdict, draft in zip(rows, result.verdicts, result.drafts, strict=True):
+            if verdict.error:
+                self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, verdict.error), self._clock())
+            for token in verdict.tokens:
+                self._scheduler.commit(row.request_id, _generated(token), self._clock())
+            self._scheduler.draft(row.request_id, draft)
 
     def _take_snapshot(self) -> Snapshot:
         return Snapshot(
@@ -236,8 +224,10 @@ def _step_row(state: RequestState) -> StepRow:
         request_id=state.request.request_id,
         row=state.row,
         generation=state.generation,
-        token=state.tokens[-1],
+        tokens=(state.tokens[-1], *state.drafts),
         position=state.position,
+        last_position=state.last_position,
+        sampling=state.request.rules.sampling,
     )
 
 

@@ -14,7 +14,7 @@ from decode_node.identity import Place, worker_info
 from decode_node.node import NodeSetup
 from decode_node.worker import DecodeWorker
 from engine.config import ConfigError, load_config
-from engine.model.config import ModelConfig
+from engine.config_check import served_model
 from engine.model.config_reader import ModelConfigError
 
 
@@ -37,7 +37,7 @@ def read_setup(arguments: list[str] | None) -> NodeSetup:
             raise ConfigError(f"{name} {value}: legal: 0 to {total - 1}")
     if config.decode.tp > 1 and not options.rendezvous:
         raise ConfigError(f"--rendezvous is needed with decode.tp = {config.decode.tp}")
-    model = ModelConfig.from_dir(config.model.path)
+    model = served_model(config)
     geometry = plan_geometry(config, model)
     place = Place(options.group, options.dp_rank, options.tp_rank)
     info = worker_info(config, model, geometry, place)

@@ -11,6 +11,7 @@ from sluice.v1 import registry_pb2
 
 from decode_node.backend import DecodeBackend
 from decode_node.commands import RankEndpoint, Report
+from decode_node.drafter import Drafter
 from decode_node.geometry import DecodeGeometry
 from decode_node.identity import Place
 from decode_node.memory import DTYPES, DecodeMemory, RowTables
@@ -20,6 +21,7 @@ from engine.config import ConfigError, SluiceConfig
 from engine.device import Device
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
+from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
 from engine.model.parallel import SingleRank, TensorParallel, TensorParallelGroup
 from engine.model.shard import Shard
@@ -117,7 +119,10 @@ def build_node(
     tables = RowTables(geometry)
     backend = DecodeBackend(model, memory, tables, writes_host=place.tp_rank == 0)
     terms = PullTerms(config.prefill.tp // setup.ranks, config.decode.reservation_s)
-    rank = Rank(decoder, backend, tables, geometry.block_size, terms, report)
+    count = config.decode.speculative_tokens
+    drafter = Drafter(DraftLayer(decoder), backend, count) if count else None
+    leads = place.tp_rank == 0
+    rank = Rank(decoder, backend, tables, geometry.block_size, terms, report, leads=leads, drafter=drafter)
     puller = Puller(
         bind=f"tcp://{config.runtime.host}:*",
         worker_id=place.worker_id,

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from decode_node.backend import DecodeBackend
 from decode_node.commands import PullEnded, Quiescent, Report, StepRow, Turn
+from decode_node.drafter import Drafter
 from decode_node.memory import RowTables
+from decode_node.verify import Verdict, verify
 from engine.model.decoder import DsaDecoder
 
 
@@ -50,8 +52,18 @@ class StepCounters:
     """Monotonic; written by the engine thread only."""
 
     steps: int = 0
-    tokens: int = 0
+    tokens: int = 0  # the steps yielded, over all requests
+    draft_tokens: int = 0  # guessed and verified
+    accepted_tokens: int = 0  # guessed right
     step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One entry per request of the step, in order; empty on a rank that neither leads nor drafts."""
+
+    verdicts: Sequence[Verdict] = ()
+    drafts: Sequence[tuple[int, ...]] = ()  # what the next step shall verify
 
 
 class Rank:
@@ -68,7 +80,13 @@ class Rank:
         block_size: int,
         terms: PullTerms,
         report: Callable[[Report], None],
+        *,
+        leads: bool,
+        drafter: Drafter | None = None,
     ) -> None:
+        """`leads`: whether this rank's loop uses the tokens; `drafter`: None without speculative decoding."""
+        self._leads = leads
+        self._drafter = drafter
         self._decoder = decoder
         self._backend = backend
         self._tables = tables
@@ -121,21 +139,29 @@ class Rank:
         for released in turn.released:
             self.source.release(released.request_id)
 
-    def step(self, rows: Sequence[StepRow]) -> Tensor:
-        """Computes the next token's logits of every request. [len(rows), vocab] float32, equal on all ranks.
+    def step(self, rows: Sequence[StepRow]) -> StepResult:
+        """Computes and samples the next tokens of every request, and drafts some more. Equal on all ranks.
 
         After an exception the rows' requests must end: their caches may hold part of the step.
         """
         started = time.monotonic()
-        positions = torch.tensor([row.position for row in rows], dtype=torch.int64)
-        self._backend.begin(
+        positions = self._backend.begin(
             rows=torch.tensor([row.row for row in rows], dtype=torch.int64),
             generations=torch.tensor([row.generation for row in rows], dtype=torch.int64),
-            positions=positions,
+            starts=torch.tensor([row.position for row in rows], dtype=torch.int64),
+            counts=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         )
-        tokens = torch.tensor([row.token for row in rows], dtype=torch.int64)
-        logits = self._decoder.forward(tokens, positions, self._backend)
+        tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64)
+        hidden = self._decoder.hidden(tokens, positions, self._backend)
+        result = self._result(rows, hidden) if self._leads or self._drafter else StepResult()
         self.counters.steps += 1
-        self.counters.tokens += len(rows)
         self.counters.step_seconds += time.monotonic() - started
-        return logits
+        return result
+
+    def _result(self, rows: Sequence[StepRow], hidden: Tensor) -> StepResult:
+        verdicts = verify(rows, self._decoder.logits(hidden))
+        self.counters.tokens += sum(len(verdict.tokens) for verdict in verdicts)
+        self.counters.draft_tokens += sum(len(row.tokens) - 1 for row in rows)
+        self.counters.accepted_tokens += sum(verdict.confirmed for verdict in verdicts)
+        drafts = self._drafter.draft(rows, hidden, verdicts) if self._drafter else [()] * len(rows)
+        return StepResult(verdicts, drafts)

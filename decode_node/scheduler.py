@@ -63,6 +63,7 @@ class RequestState:
     generation: int = 0  # of its reservation
     row: int = -1
     tokens: list[int] = field(default_factory=list)  # generated ones
+    drafts: tuple[int, ...] = ()  # guessed behind them, for the next step to verify
     pulled: set[int] = field(default_factory=set)  # ranks whose pulls are terminal
     quiescent: set[int] = field(default_factory=set)  # ranks without a read in flight, after the release
     released: bool = False
@@ -72,6 +73,11 @@ class RequestState:
     def position(self) -> int:
         """Position of the newest token, which the next step computes."""
         return self.request.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def last_position(self) -> int:
+        """The last position worth computing: the token sampled there is the request's last one."""
+        return min(self.request.total_tokens, self.request.rules.max_context) - 2
 
     def need(self, step_tokens: int) -> Need:
         """What its next step, or its first one, takes."""
@@ -252,10 +258,16 @@ class Scheduler:
     # -- running and leaving -----------------------------------------------------------------------------------------
 
     def commit(self, request_id: str, token: GeneratedToken, now: float) -> None:
-        """A step computed the request's next token."""
+        """A step computed the request's next token. Ignored for one that has ended, perhaps by the token before."""
         state = self._requests.get(request_id)
         if state is not None and state.phase is Phase.RUNNING:
             self._deliver(state, token, now)
+
+    def draft(self, request_id: str, tokens: tuple[int, ...]) -> None:
+        """The next step shall verify `tokens` behind the request's newest one. Ignored for one that has ended."""
+        state = self._requests.get(request_id)
+        if state is not None and state.phase is Phase.RUNNING:
+            state.drafts = tokens
 
     def fail(self, request_id: str, failure: Failure, now: float) -> None:
         """Ends the request badly, wherever it is. Ignored for one that has ended."""

@@ -31,6 +31,10 @@ def add_rank(status: common_pb2.WorkerStatus, geometry: DecodeGeometry, steps: S
     """What every TP rank counts for itself; hits and misses are summed over layers and steps."""
     status.counters["steps"] = steps.steps
     status.counters["tokens"] = steps.tokens
+    status.counters["draft_tokens"] = steps.draft_tokens
+    status.counters["accepted_tokens"] = steps.accepted_tokens
+    if steps.draft_tokens:
+        status.gauges["acceptance_rate"] = steps.accepted_tokens / steps.draft_tokens
     status.counters["step_seconds"] = steps.step_seconds
     status.counters["hot_hits"] = hot.hits
     status.counters["hot_misses"] = hot.misses

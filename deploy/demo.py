@@ -22,6 +22,7 @@ from deploy.launcher import DeploymentFailed, started
 from deploy.signals import Signals, Stopped
 from deploy.status_view import format_bytes
 from engine.config import ConfigError, load_config
+from engine.config_check import served_model
 from engine.model.config import ModelConfig
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ _FREE_PORTS = ["http.port=0", "grpc.port=0"]
 def run(tokens: int, depth: float, seed: int, overrides: list[str], console: Console) -> bool:
     """Runs the demo. Returns whether the answer was right. Raises what `deploy.launcher.started` raises."""
     config = load_config(_CONFIG, [*_FREE_PORTS, *overrides])
-    model = ModelConfig.from_dir(config.model.path)
+    model = served_model(config)
     text, answer = make_prompt(tokens, depth, seed)
     signals = Signals()
     with started(config, console, signals) as (deployment, _), Client(deployment.grpc_address) as client:
@@ -65,7 +66,7 @@ def _table(usage: client_pb2.Usage, status: client_pb2.GetStatusResponse, model:
         (
             "main KV on the prefill device",
             f"{format_bytes(held)} in {prefill[0].gauges['layer_buffers']:.0f} layer buffers; "
-            f"{format_bytes(resident)} if all {model.num_hidden_layers} layers were resident",
+            f"{format_bytes(resident)} if all {model.num_layers} layers were resident",
         ),
         ("pulled by decode", format_bytes(sum(worker.counters["bytes_pulled"] for worker in decode))),
         ("hot-buffer hit rate", f"{hits / max(1.0, hits + misses):.1%} of {hits + misses:.0f} rows"),

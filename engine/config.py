@@ -89,6 +89,9 @@ class DecodeSection(Section):
     tp: Positive = Field(1, description="tensor-parallel workers per DP rank, sharing its host pool")
     hot_tokens: Positive = Field(128, description="hot-buffer tokens per request and layer, at least index_topk")
     host_pool_bytes: Bytes = Field(256 << 20, description="main-KV host memory per DP rank, over all layers")
+    speculative_tokens: Annotated[int, Field(ge=0, le=13)] = Field(
+        0, description="tokens drafted per step by the checkpoint's multi-token-prediction layer; 0 = off"
+    )
     max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
     max_waiting: Positive = Field(256, description="requests waiting for blocks per DP rank; further ones get 429")
     headroom_tokens: Annotated[int, Field(ge=0)] = Field(
@@ -172,6 +175,11 @@ class SluiceConfig(Section):
             raise ValueError(f"prefill.tp = {p.tp} must be a multiple of decode.tp = {d.tp}; legal decode.tp: {legal}")
         if d.hot_tokens % bs:
             raise ValueError(f"decode.hot_tokens = {d.hot_tokens} must be a multiple of kv.block_size = {bs}")
+        if 1 + d.speculative_tokens > bs:
+            raise ValueError(
+                f"decode.speculative_tokens = {d.speculative_tokens}: so many and one more must fit "
+                f"one block of kv.block_size = {bs}; legal: 0 to {bs - 1}"
+            )
         if p.max_tokens_per_step < bs:
             raise ValueError(
                 f"prefill.max_tokens_per_step = {p.max_tokens_per_step} must be at least kv.block_size = {bs}"

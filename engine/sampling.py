@@ -36,6 +36,7 @@ class SamplingError(RuntimeError):
 
     def __init__(self, request_ids: tuple[str, ...], reason: str) -> None:
         self.request_ids = request_ids
+        self.reason = reason
         super().__init__(f"request {', '.join(request_ids)}: {reason}")
 
 

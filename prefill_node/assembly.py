@@ -17,6 +17,7 @@ from engine.config import SluiceConfig
 from engine.device import Device
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
+from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
 from engine.model.parallel import TensorParallelGroup
 from engine.model.shard import Shard
@@ -116,7 +117,8 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     stack.callback(saver.close)
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
-    rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size)
+    draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
+    rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size, draft)
     return RankParts(rank, device, gate, publisher, loader, saver)
 
 

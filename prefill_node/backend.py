@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
+from engine.model.decoder import KvRows
 from engine.ops import sparse_flash_attention
 from prefill_node.batch import StepBatch
 from prefill_node.layer_buffers import LayerBuffers, SlotTensors
@@ -87,14 +88,8 @@ class PrefillBackend:
         indexer: IndexerQuery | None,
     ) -> Tensor:
         """See `AttentionBackend.attend`. Raises GateStuck or PoolStuck: the process must end."""
-        batch = self._current()
-        buffer = self._buffers.of_layer(layer)
-        self._gate.wait(self._plan.slot_of_layer[layer])  # what failed has been reported by the saver and the publisher
-        if self._plan.is_reused(layer):
-            self.errors.update(self._loader.load(layer, self._healthy(), self._earlier))
-        self._write(buffer, batch, ckv, k_rope, indexer)
-        self._saver.save(layer, batch.chunks)
-        self._publish(layer)
+        batch, buffer = self._current(), self._buffers.of_layer(layer)
+        self.store(layer, KvRows(ckv, k_rope, None if indexer is None else indexer.k))
         if indexer is not None:
             self._topk = self._select(buffer, batch, indexer)
         if self._topk is None:
@@ -109,6 +104,16 @@ class PrefillBackend:
             self._topk,
             self._config.softmax_scale,
         )
+
+    def store(self, layer: int, rows: KvRows) -> None:
+        """The part of `attend` before attention: the step's rows of `layer` are written, saved and published."""
+        batch, buffer = self._current(), self._buffers.of_layer(layer)
+        self._gate.wait(self._plan.slot_of_layer[layer])  # what failed has been reported by the saver and the publisher
+        if self._plan.is_reused(layer):
+            self.errors.update(self._loader.load(layer, self._healthy(), self._earlier))
+        self._write(buffer, batch, rows)
+        self._saver.save(layer, batch.chunks)
+        self._publish(layer)
 
     def _current(self) -> StepBatch:
         if self._batch is None:
@@ -129,13 +134,12 @@ class PrefillBackend:
                 self.errors[chunk.request_id] = str(error)
         return found
 
-    def _write(
-        self, buffer: SlotTensors, batch: StepBatch, ckv: Tensor, k_rope: Tensor, indexer: IndexerQuery | None
-    ) -> None:
-        buffer.ckv.view(-1, ckv.shape[-1]).index_copy_(0, batch.main_slots, ckv)
-        buffer.k_rope.view(-1, k_rope.shape[-1]).index_copy_(0, batch.main_slots, k_rope)
-        if indexer is not None and buffer.indexer is not None:
-            buffer.indexer.write(batch.indexer_slots, indexer.k)
+    def _write(self, buffer: SlotTensors, batch: StepBatch, rows: KvRows) -> None:
+        buffer.ckv.view(-1, rows.ckv.shape[-1]).index_copy_(0, batch.main_slots, rows.ckv)
+        buffer.k_rope.view(-1, rows.k_rope.shape[-1]).index_copy_(0, batch.main_slots, rows.k_rope)
+        key = rows.index_key
+        if key is not None and buffer.indexer is not None:
+            buffer.indexer.write(batch.indexer_slots, key)
 
     def _select(self, buffer: SlotTensors, batch: StepBatch, indexer: IndexerQuery) -> Tensor:
         if buffer.indexer is None:

@@ -9,20 +9,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sluice.v1 import worker_pb2
 
 from engine.kv_cache import Usage
-from engine.sampling import Sampled, SampleRow, SamplingError, sample
+from engine.sampling import Sampled
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import ChannelError, TpLeader
+from prefill_node.first_tokens import sample_first_tokens
 from prefill_node.outcome import FailureKind, Outcome, PrefillFailure, PrefillResult
-from prefill_node.rank import PrefillRank, StepResult
+from prefill_node.rank import PrefillRank
 from prefill_node.scheduler import PrefillJob, PrefillScheduler, Refused
 from prefill_node.steps import (
-    Chunk,
     Drop,
     OpenRoute,
     RequestErrors,
@@ -201,18 +201,21 @@ class PrefillLeader:
         for chunk in plan.chunks:
             request = self._requests[chunk.request_id]
             request.started = request.started or started
+        ending = [chunk.request_id for chunk in plan.chunks if chunk.is_last]
+        plan = replace(plan, sampling={rid: self._requests[rid].params for rid in ending})
         self._done_ranks.clear()
         self._channel.broadcast(plan)
         result = self._rank.run(plan)
         errors = {**self._await_ranks(plan), **result.errors}
-        first_tokens, unsampled = self._sample(result, errors)
+        wanted = {rid: params for rid, params in plan.sampling.items() if rid not in errors}
+        first_tokens, unsampled = sample_first_tokens(result.ending, result.logits, wanted)
         ended = self._scheduler.complete(plan)
         seconds = time.monotonic() - started
         self._count(tokens=plan.num_tokens, steps=1, step_seconds=seconds)
         self._lose(errors)
         for request_id in ended:
             if done := self._requests.get(request_id):
-                self._end(request_id, unsampled.get(request_id) or self._result(done, first_tokens[request_id]))
+                self._end(request_id, self._outcome(done, first_tokens.get(request_id), unsampled.get(request_id, "")))
 
     def _await_ranks(self, plan: StepPlan) -> Mapping[str, str]:
         """Errors of the other ranks, which finish together with this one. Raises RankLost."""
@@ -229,29 +232,9 @@ class PrefillLeader:
             errors.update(report.errors)
         return errors
 
-    def _sample(
-        self, result: StepResult, errors: Mapping[str, str]
-    ) -> tuple[Mapping[str, Sampled], Mapping[str, PrefillFailure]]:
-        """First tokens of the prompts that ended, and why some have none."""
-        tokens: dict[str, Sampled] = {}
-        failures: dict[str, PrefillFailure] = {}
-        left = [index for index, chunk in enumerate(result.ending) if chunk.request_id not in errors]
-        while left:
-            rows = [self._sample_row(result.ending[index]) for index in left]
-            try:
-                sampled = sample(result.logits[left], rows)
-            except SamplingError as error:
-                failures.update((bad, PrefillFailure(FailureKind.MODEL, str(error))) for bad in error.request_ids)
-                left = [index for index in left if result.ending[index].request_id not in error.request_ids]
-                continue
-            tokens.update(zip((row.request_id for row in rows), sampled, strict=True))
-            break
-        return tokens, failures
-
-    def _sample_row(self, chunk: Chunk) -> SampleRow:
-        return SampleRow(chunk.request_id, self._requests[chunk.request_id].params, chunk.prompt_tokens)
-
-    def _result(self, request: _Request, token: Sampled) -> PrefillResult:
+    def _outcome(self, request: _Request, token: Sampled | None, failure: str) -> Outcome:
+        if token is None:
+            return PrefillFailure(FailureKind.MODEL, failure)
         return PrefillResult(token, request.started - request.arrived, time.monotonic() - request.started)
 
     def _lose(self, errors: Mapping[str, str]) -> None:

@@ -9,8 +9,7 @@ import os
 import sys
 
 from engine.config import ConfigError, SluiceConfig, load_config
-from engine.config_check import check_against_model
-from engine.model.config import ModelConfig
+from engine.config_check import check_against_model, served_model
 from engine.worker import WorkerProcess
 from prefill_node.assembly import RankPlan
 from prefill_node.identity import Place, worker_info
@@ -48,7 +47,7 @@ def _plan(config: SluiceConfig, place: Place, rendezvous: str) -> RankPlan:
     groups, ranks = config.prefill.groups, config.prefill.tp
     if not (0 <= place.group < groups and 0 <= place.tp_rank < ranks):
         raise ConfigError(f"{place.worker_id} is not one of prefill.groups = {groups} of prefill.tp = {ranks} ranks")
-    model = ModelConfig.from_dir(config.model.path)
+    model = served_model(config)
     check_against_model(config, model)
     shape = prefill_shape(config, model)
     return RankPlan(config, model, shape, worker_info(config, model, shape, place), rendezvous)

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.model.decoder import DsaDecoder
+from engine.model.draft import DraftLayer
 from prefill_node.backend import PrefillBackend
-from prefill_node.batch import pack
+from prefill_node.batch import StepBatch, pack
+from prefill_node.first_tokens import sample_first_tokens
 from prefill_node.pool_saver import PoolSaver
 from prefill_node.routes import Route, Routes
 from prefill_node.steps import Chunk, OpenRoute, Report, RequestErrors, RouteOpened, StepPlan
@@ -54,8 +57,10 @@ class PrefillRank:
         saver: PoolSaver,
         errors: queue.SimpleQueue[tuple[str, str]],
         block_size: int,
+        draft: DraftLayer | None = None,
     ) -> None:
-        """`errors` is where the publisher puts (request id, cause)."""
+        """`errors` is where the publisher puts (request id, cause); `draft` is None without speculative decoding."""
+        self._draft = draft
         self._decoder, self._backend, self._routes = decoder, backend, routes
         self._publisher, self._saver, self._block_size = publisher, saver, block_size
         self._opened: queue.SimpleQueue[tuple[OpenRoute, Route | str]] = queue.SimpleQueue()
@@ -83,9 +88,34 @@ class PrefillRank:
         """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
         batch = pack(plan, self._block_size)
         self._backend.begin(batch)
-        logits = self._decoder.forward(batch.token_ids, batch.positions, self._backend, batch.last_rows)
+        hidden = self._decoder.hidden(batch.token_ids, batch.positions, self._backend)
+        logits = self._decoder.logits(hidden.index_select(0, batch.last_rows))
+        if self._draft is not None:
+            self._cache_draft_rows(self._draft, batch, hidden, logits, plan)
         self._backend.end()
         return StepResult(logits, batch.ending, {**self._take_errors(), **self._backend.errors})
+
+    def _cache_draft_rows(
+        self, draft: DraftLayer, batch: StepBatch, hidden: Tensor, logits: Tensor, plan: StepPlan
+    ) -> None:
+        """The draft layer's row of a position needs the token behind it: at a prompt's end, its first sampled one.
+
+        Every rank samples that by itself, and all sample the same. A request that cannot be sampled is computed with
+        some token, as all ranks must do the same work; it has failed.
+        """
+        first_tokens, _ = sample_first_tokens(batch.ending, logits, plan.sampling)
+        behind = [
+            chunk.next_token
+            if chunk.next_token is not None
+            else first_tokens[chunk.request_id].token
+            if chunk.request_id in first_tokens
+            else 0
+            for chunk in batch.chunks
+        ]
+        next_tokens = torch.tensor(
+            [token for chunk, last in zip(batch.chunks, behind, strict=True) for token in (*chunk.tokens[1:], last)]
+        )
+        self._backend.store(draft.layer, draft.kv_rows(hidden, next_tokens, batch.positions))
 
     def poll(self) -> list[Report]:
         """What has happened since the last call. Never blocks. Raises RankFailed when this process cannot go on."""

@@ -215,11 +215,13 @@ class PrefillScheduler:
 
     def _chunk(self, entry: _Entry, tokens: int) -> Chunk:
         job, start = entry.job, entry.computed
+        end = start + tokens
         return Chunk(
             request_id=job.request_id,
             start=start,
-            tokens=job.prompt[start : start + tokens],
+            tokens=job.prompt[start:end],
             prompt_tokens=len(job.prompt),
             main_blocks=tuple(entry.blocks[MAIN]),
             indexer_blocks=tuple(entry.blocks[INDEXER]),
+            next_token=job.prompt[end] if end < len(job.prompt) else None,
         )

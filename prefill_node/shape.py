@@ -76,7 +76,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
     Raises CapacityError naming the fields to change, TypeError or ValueError for illegal layer buffers.
     """
     section = config.prefill
-    plan = plan_layer_buffers(model.num_hidden_layers, section.independent_layers, section.shared_buffers)
+    plan = plan_layer_buffers(model.num_layers, section.independent_layers, section.shared_buffers)
     geometry = KvGeometry(
         block_size=config.kv.block_size,
         kv_lora_rank=model.kv_lora_rank,
@@ -95,12 +95,12 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
         max_requests=section.max_requests,
         configured=section.kv_blocks,
     )
-    object_layout = PoolObjectLayout(geometry, model.num_hidden_layers)
+    object_layout = PoolObjectLayout(geometry, model.num_layers)
     stored = stored_bytes(object_layout)
     pool_blocks = int(config.pool.dram_bytes * POOL_USABLE) // stored
     if plan.has_reuse and not pool_blocks:
         raise CapacityError(
-            f"pool.dram_bytes = {config.pool.dram_bytes} cannot hold one block of all {model.num_hidden_layers} layers "
+            f"pool.dram_bytes = {config.pool.dram_bytes} cannot hold one block of all {model.num_layers} layers "
             f"({stored} bytes), from which reused layer buffers are reloaded"
         )
     prompt = min(tokens, pool_blocks * geometry.block_size) if plan.has_reuse else tokens

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from sluice.v1 import worker_pb2
 
+from engine.sampling_params import SamplingParams
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -22,6 +24,7 @@ class Chunk:
     prompt_tokens: int
     main_blocks: tuple[int, ...]
     indexer_blocks: tuple[int, ...]
+    next_token: int | None = None  # of position `end`; None at the end of the prompt, where it is yet to be sampled
 
     @property
     def end(self) -> int:
@@ -43,6 +46,7 @@ class StepPlan:
 
     number: int  # ascending, from 1
     chunks: tuple[Chunk, ...]
+    sampling: Mapping[str, SamplingParams] = field(default_factory=dict)  # of the requests whose prompt ends
 
     @property
     def num_tokens(self) -> int:

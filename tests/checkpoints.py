@@ -14,6 +14,9 @@ from torch import Tensor
 PASSKEY_GLM = Path(__file__).resolve().parent.parent / "benchmarks" / "models" / "passkey-glm"
 """The trained demo model (glm_moe_dsa, 3 layers, index_topk 64); see benchmarks/train_passkey."""
 
+EMBEDDING_SCALE = 6.0
+"""Of `drafting_checkpoint`: size of a residual stream's embedding next to what a layer adds to it."""
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -92,8 +95,13 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "up_proj.weight"] = (inner, hidden)
         shapes[prefix + "down_proj.weight"] = (hidden, inner)
 
-    for layer in range(config["num_hidden_layers"]):
+    layers, drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
+    for layer in range(layers + drafts):
         prefix = f"model.layers.{layer}."
+        if layer >= layers:
+            shapes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                shapes[f"{prefix}{norm}.weight"] = (hidden,)
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         attention = prefix + "self_attn."
@@ -104,7 +112,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[attention + "kv_a_layernorm.weight"] = (kv_rank,)
         shapes[attention + "kv_b_proj.weight"] = (heads * (nope + value), kv_rank)
         shapes[attention + "o_proj.weight"] = (hidden, heads * value)
-        if config.get("indexer_types", ["full"] * (layer + 1))[layer] == "full":
+        if layer >= layers or config.get("indexer_types", ["full"] * layers)[layer] == "full":
             indexer = attention + "indexer."
             shapes[indexer + "wq_b.weight"] = (index_heads * index_dim, q_rank)
             shapes[indexer + "wk.weight"] = (index_dim, hidden)
@@ -159,6 +167,26 @@ def random_checkpoint(model_dir: Path, model_type: str, seed: int = 0, shards: i
     """Write a random tiny model (see `tiny_config`) without a tokenizer; returns `model_dir`."""
     config = tiny_config(model_type, **overrides)
     return write_checkpoint(model_dir, config, random_tensors(config, seed), shards)
+
+
+def drafting_checkpoint(model_dir: Path, model_type: str, seed: int = 0, **overrides: Any) -> Path:
+    """A random tiny model with a draft layer that is often, not always, right; returns `model_dir`.
+
+    Large embeddings make the newest token weigh most in what comes next, and the draft layer passes its embedding on:
+    it then guesses what the model's head makes of the token alone. Layers still decide many tokens.
+    """
+    config = tiny_config(model_type, num_nextn_predict_layers=1, **overrides)
+    tensors, hidden = random_tensors(config, seed), config["hidden_size"]
+    tensors["model.embed_tokens.weight"] *= EMBEDDING_SCALE * hidden**0.5
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors[prefix + "eh_proj.weight"] = torch.cat(
+        (EMBEDDING_SCALE * torch.eye(hidden), torch.zeros(hidden, hidden)), 1
+    )
+    tensors[prefix + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    for name in tensors:
+        if name.startswith(prefix) and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] *= 0.1
+    return write_checkpoint(model_dir, config, tensors)
 
 
 def quantise_fp8(tensors: dict[str, Tensor], block: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

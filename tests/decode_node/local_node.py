@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode_node.backend import DecodeBackend
 from decode_node.commands import Report
+from decode_node.drafter import Drafter
 from decode_node.events import Delivered, Ended, GeneratedToken, Reserved
 from decode_node.faults import HostRowEraser
 from decode_node.finish import FinishRules
@@ -23,17 +24,21 @@ from decode_node.memory import DecodeMemory, HostMemory, RowTables
 from decode_node.rank import PullTerms, Rank
 from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits
 from engine.config import SluiceConfig
+from engine.config_check import served_model
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
+from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
 from engine.model.parallel import SingleRank, TensorParallel
+from engine.sampling import SampleRow, sample
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import TpLeader
 from tests.model.dense_backend import DenseBackend
 
 POISON = float("nan")
 PREFILL_CHUNK = 256
+GREEDY = SamplingParams(temperature=0)
 FAR = 1e12  # a deadline that never comes
 
 
@@ -99,32 +104,47 @@ class LocalRank:
         model = {"path": str(model_dir), "dtype": dtype, "max_model_len": max_model_len}
         sections = {"model": model, "decode": {"host_pool_bytes": 8 << 20, **decode}, "kv": {"block_size": 16}}
         self.config = SluiceConfig.model_validate(sections)
-        self.model = ModelConfig.from_dir(model_dir)
+        self.model = served_model(self.config)
         self.geometry = plan_geometry(self.config, self.model)
         group, torch_dtype = group or SingleRank(), getattr(torch, dtype)
         self.owns_host = group.shard.rank == 0
         self._reference = DsaDecoder(self.model, load_weights(model_dir, self.model, torch_dtype), None, torch_dtype)
+        count = self.config.decode.speculative_tokens
+        self._reference_draft = DraftLayer(self._reference) if count else None
         weights = load_weights(model_dir, self.model, torch_dtype, group.shard)
         poisoned = PoisonedMemory()
         self.memory = DecodeMemory(self.geometry, torch_dtype, poisoned, host or poisoned)
         self.tables = RowTables(self.geometry)
         self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=self.owns_host)
         decoder, terms = DsaDecoder(self.model, weights, group, torch_dtype), PullTerms(contributors=1, lease_s=60.0)
-        self.rank = Rank(decoder, self.backend, self.tables, self.geometry.block_size, terms, report)
+        self.rank = Rank(
+            decoder,
+            self.backend,
+            self.tables,
+            self.geometry.block_size,
+            terms,
+            report,
+            leads=self.owns_host,
+            drafter=Drafter(DraftLayer(decoder), self.backend, count) if count else None,
+        )
         self.rank.attach(_CopyingSource(self))
         self.prefills: dict[str, RecordingBackend] = {}
         self.refuse_pulls: str | None = None  # the error every further pull ends with
 
-    def prefill(self, request_id: str, prompt: Sequence[int]) -> int:
-        """Keeps the dense reference's rows for the request's pulls; returns its greedy first token."""
+    def prefill(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
+        """Keeps the dense reference's rows for the request's pulls; returns its first token."""
         backend = RecordingBackend(self.model)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             tokens = torch.tensor(prompt[start : start + PREFILL_CHUNK])
             backend.begin([("prompt", len(tokens))])
             positions = torch.arange(start, start + len(tokens))
-            logits = self._reference.forward(tokens, positions, backend, torch.tensor([len(tokens) - 1]))
+            hidden = self._reference.hidden(tokens, positions, backend)
+            first = sample(self._reference.logits(hidden[-1:]), [SampleRow(request_id, sampling, len(prompt))])[0].token
+            if self._reference_draft is not None:
+                behind = torch.tensor([*prompt[start + 1 : start + 1 + len(tokens)], first][: len(tokens)])
+                self._reference_draft.hidden(hidden, behind, positions, backend)
         self.prefills[request_id] = backend
-        return int(logits[0].argmax())
+        return first
 
 
 class LocalNode(LocalRank):
@@ -150,7 +170,7 @@ class LocalNode(LocalRank):
 
     def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> Session:
         """Submits a request whose prefill has already happened."""
-        session = Session(list(prompt), self.prefill(request_id, prompt), self)
+        session = Session(list(prompt), self.prefill(request_id, prompt, sampling), self)
         rules = FinishRules(sampling, frozenset(self.model.eos_token_ids), self.geometry.max_request_tokens)
         self.inbox.submit(DecodeRequest(request_id, len(prompt), rules, FAR), session)
         return session

@@ -147,14 +147,14 @@ def test_one_lost_object_fails_one_request(make_rig):
 
 def test_logits_that_are_no_numbers_fail_their_request_only(make_rig):
     rig = make_rig()
-    forward = rig.rank._decoder.forward
+    compute = rig.rank._decoder.logits
 
     def damage(*args, **kwargs):
-        logits = forward(*args, **kwargs)
+        logits = compute(*args, **kwargs)
         logits[0] = float("nan")
         return logits
 
-    rig.rank._decoder.forward = damage
+    rig.rank._decoder.logits = damage
     together = threading.Barrier(2)  # so that both run in the first step
     connect = rig.reader.connect
     rig.reader.connect = lambda destination: (together.wait(5), connect(destination))[1]
