@@ -153,7 +153,11 @@ class Rank:
         )
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64)
         hidden = self._decoder.hidden(tokens, positions, self._backend)
-        result = self._result(rows, hidden) if self._leads or self._drafter else StepResult()
+        if self._leads or self._drafter:
+            result = self._result(rows, hidden)
+        else:
+            result = StepResult()
+            self.counters.tokens += len(rows)  # without drafts each request gets one
         self.counters.steps += 1
         self.counters.step_seconds += time.monotonic() - started
         return result

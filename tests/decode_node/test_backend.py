@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ HEADS, INDEX_HEADS, INDEX_DIM = 4, 16, 32
 class Caches:
     """Decode memory of one layer with random rows, and a backend over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hot: int = HOT) -> None:
         self.model = ModelConfig.from_dict(tiny_config("glm_moe_dsa", num_hidden_layers=1))
-        sections = {"model": {"path": "unused"}, "decode": {"hot_tokens": HOT, "host_pool_bytes": 1 << 20}}
+        sections = {"model": {"path": "unused"}, "decode": {"hot_tokens": hot, "host_pool_bytes": 1 << 20}}
         self.geometry = plan_geometry(SluiceConfig.model_validate(sections), self.model)
         self.memory = DecodeMemory(self.geometry, torch.float32, PoisonedMemory(), PoisonedMemory())
         self.tables = RowTables(self.geometry)
@@ -42,15 +44,32 @@ class Caches:
     def step(self, row: int, generation: int, position: int) -> tuple[int, int]:
         """One request's step over the one layer; returns its (hits, misses)."""
         before = (self.backend.counters.hits, self.backend.counters.misses)
-        self.backend.begin(torch.tensor([row]), torch.tensor([generation]), torch.tensor([position]))
-        ckv, k_rope = self.random(1, self.geometry.kv_lora_rank), self.random(1, self.geometry.rope_dim)
-        query = IndexerQuery(
-            self.random(1, INDEX_HEADS, INDEX_DIM), self.random(1, INDEX_DIM), self.random(1, INDEX_HEADS).abs()
-        )
-        q_nope, q_rope = self.random(1, HEADS, ckv.shape[1]), self.random(1, HEADS, k_rope.shape[1])
-        out = self.backend.attend(0, q_nope, q_rope, ckv, k_rope, query)
-        assert not out.isnan().any()
+        self.pass_over(row, generation, position, tokens=1)
         return self.backend.counters.hits - before[0], self.backend.counters.misses - before[1]
+
+    def pass_over(self, row: int, generation: int, position: int, tokens: int) -> None:
+        """Some new random tokens of one request, from `position` on."""
+        assert not self.attend(row, generation, position, self.new_rows(tokens)).isnan().any()
+
+    def attend(self, row: int, generation: int, position: int, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """`rows` as of `new_rows`, at `position` and behind it; returns the attention's output."""
+        q_nope, q_rope, ckv, k_rope, *query = rows
+        counts = torch.tensor([len(ckv)])
+        self.backend.begin(torch.tensor([row]), torch.tensor([generation]), torch.tensor([position]), counts)
+        return self.backend.attend(0, q_nope, q_rope, ckv, k_rope, IndexerQuery(*query))
+
+    def new_rows(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Random q_nope, q_rope, ckv, k_rope and the indexer's q, k, w."""
+        latent, rope = self.geometry.kv_lora_rank, self.geometry.rope_dim
+        main = self.random(tokens, HEADS, latent), self.random(tokens, HEADS, rope)
+        new = self.random(tokens, latent), self.random(tokens, rope)
+        index = self.random(tokens, INDEX_HEADS, INDEX_DIM), self.random(tokens, INDEX_DIM)
+        return (*main, *new, *index, self.random(tokens, INDEX_HEADS).abs())
+
+    @staticmethod
+    def joined(rows: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """Several `new_rows` as one."""
+        return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 
 def test_sealed_prefix() -> None:
@@ -61,6 +80,53 @@ def test_sealed_prefix() -> None:
     assert caches.step(row=0, generation=1, position=10) == (0, 10)  # positions 0 to 9 come from the host
     assert caches.step(row=0, generation=1, position=11) == (10, 1)  # 10, the last step's own
     assert caches.step(row=0, generation=1, position=12) == (11, 1)
+
+
+def test_rollback_never_leaves_a_wrong_row_resident() -> None:
+    """Of each pass a random number of tokens is right; what is wrong is written anew by the next one, with other rows.
+
+    So a hot row holds sealed positions only, and of each the bytes that the host pool ended up with.
+    """
+    caches = Caches(hot=4 * TOPK)
+    caches.tables.bind(2, list(range(3, 15)), list(range(3, 15)))
+    caches.fill(list(range(3, 15)))
+    rng = random.Random(1)
+    position = 60
+    for _ in range(30):
+        tokens = rng.randint(1, 4)
+        caches.pass_over(row=2, generation=1, position=position, tokens=tokens)
+        state = caches.backend._states[0]
+        slots = state.slot_to_token[2]
+        resident = [(slot, token) for slot, token in enumerate(slots.tolist()) if token >= 0]
+        assert resident
+        assert all(token < position for _, token in resident)
+        hot = caches.memory.hot_ckv[0].view(caches.geometry.hot.rows, caches.geometry.hot.stride, -1)[2]
+        host = caches.memory.host_ckv[0][3:15].flatten(0, 1)
+        for slot, token in resident:
+            assert torch.equal(hot[slot], host[token]), f"position {token} in slot {slot}"
+        position += rng.randint(1, tokens)  # the others were wrong: the next pass starts among them
+
+
+def test_several_tokens_of_a_request_are_causal_and_equal_one_at_a_time() -> None:
+    """Three tokens in one pass attend to what three passes of one token do."""
+    together, apart = Caches(hot=3 * TOPK), Caches(hot=3 * TOPK)
+    for caches in (together, apart):
+        caches.tables.bind(0, list(range(1, 9)), list(range(1, 9)))
+        caches.fill(list(range(1, 9)))
+    rows = [together.new_rows(1) for _ in range(3)]
+    one_by_one = [apart.attend(0, 1, 90 + index, row) for index, row in enumerate(rows)]
+    at_once = together.attend(0, 1, 90, together.joined(rows))
+    assert torch.allclose(at_once, torch.cat(one_by_one), atol=1e-5)
+    assert together.backend.counters.misses <= apart.backend.counters.misses
+
+
+def test_more_tokens_than_the_tail_holds_are_refused() -> None:
+    caches = Caches()
+    row, generation, position = torch.tensor([0]), torch.tensor([1]), torch.tensor([5])
+    with pytest.raises(ValueError, match=f"{BLOCK + 1} tokens of a request in its tail of {BLOCK} tokens"):
+        caches.backend.begin(row, generation, position, counts=torch.tensor([BLOCK + 1]))
+    with pytest.raises(ValueError, match="in its tail"):
+        caches.backend.begin(row, generation, position + BLOCK, stable_prefix=position)
 
 
 def test_a_new_generation_of_a_row_hits_nothing() -> None:

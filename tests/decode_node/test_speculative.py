@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +13,16 @@ import torch
 from decode_node.commands import StepRow
 from decode_node.finish import FinishReason
 from decode_node.verify import verify
+from engine.config import ConfigError, SluiceConfig
+from engine.config_check import check_against_model, served_model
+from engine.model.checkpoint import CheckpointError
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
 from engine.sampling_params import SamplingParams
-from tests.checkpoints import drafting_checkpoint, random_checkpoint
-from tests.decode_node.local_node import LocalNode, Session
+from tests.checkpoints import drafting_checkpoint, random_checkpoint, tiny_config
+from tests.decode_node.local_node import GREEDY, LocalNode
 from tests.decode_node.test_decode_exact import greedy, prompt_of
 from tests.model.dense_backend import DenseBackend
 from tests.oracle import Oracle, assert_tokens_match
@@ -100,3 +105,113 @@ def test_drafts_equal_a_dense_reference(tmp_path: Path, kind: str) -> None:
     assert {len(tokens) for _, tokens in drafted} == {0, 1, 2, 3}, "fewer drafts near the end"
     for text, tokens in drafted:
         assert list(tokens) == (reference.drafts(text, len(tokens)) if tokens else [])
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_output_does_not_depend_on_the_drafts(checkpoint: Path, tmp_path: Path, drafts: int) -> None:
+    """Seeded sampling at several temperatures: the same tokens, and log-probabilities, with drafts and without."""
+    sampling = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=seed, ignore_eos=True, logprobs=2, top_k=top_k)
+        for temperature, seed, top_k in ((0.2, 5, 0), (0.7, 11, 0), (1.0, 3, 20), (0, None, 0))
+    ]
+    answers = {}
+    for count in (0, drafts):
+        node = node_of(checkpoint, tmp_path, count)
+        sessions = [node.start(f"r{index}", prompt_of(90), how) for index, how in enumerate(sampling)]
+        node.finish(*sessions)
+        answers[count] = [session.tokens for session in sessions]
+    assert node.rank.counters.accepted_tokens > 0
+    assert answers[drafts] == answers[0]
+    assert len({tuple(answer) for answer in answers[0]}) == len(sampling)
+
+
+def test_wrong_drafts_are_cut_off_where_they_go_wrong() -> None:
+    """Logits that name token 10 + i behind the i-th token, for drafts that are right for a while."""
+    rows = [
+        StepRow("a", 0, 1, (9, 10, 11, 99, 13), 50, 100, GREEDY),
+        StepRow("b", 1, 2, (7,), 3, 100, GREEDY),
+        StepRow("c", 2, 3, (7, 10), 3, 100, GREEDY),
+        StepRow("d", 3, 4, (7, 10), 3, 100, GREEDY),
+    ]
+    logits = torch.zeros(10, 120)
+    for index, token in enumerate([10, 11, 12, 13, 14, 10, 10, 11, 10, 11]):
+        logits[index, token] = 1.0
+    logits[8] = float("nan")
+    a, b, c, d = verify(rows, logits)
+    assert [token.token for token in a.tokens] == [10, 11, 12]
+    assert [token.token for token in b.tokens] == [10]
+    assert [token.token for token in c.tokens] == [10, 11]
+    assert (a.confirmed, b.confirmed, c.confirmed) == (2, 0, 1)
+    assert d.tokens == () and d.error == "request d: the model's logits are not finite numbers"
+
+
+def test_a_stop_token_among_right_drafts_is_the_last_one(checkpoint: Path, tmp_path: Path) -> None:
+    """Tokens confirmed behind it in the same step are dropped, and everything is given back."""
+    for drafts in (0, 3):
+        node = node_of(checkpoint, tmp_path, drafts)
+        whole = node.start("whole", prompt_of(80), greedy(30))
+        node.finish(whole)
+        stops = sorted(set(whole.tokens))
+        sessions = [node.start(f"s{stop}", whole.prompt, replace(greedy(30), stop_token_ids=(stop,))) for stop in stops]
+        node.finish(*sessions)
+        for stop, session in zip(stops, sessions, strict=True):
+            assert session.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+            assert session.ended is not None and session.ended.outcome is FinishReason.STOP
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 17])
+def test_max_tokens_and_the_end_of_the_context_are_met_exactly(
+    checkpoint: Path, tmp_path: Path, max_tokens: int
+) -> None:
+    """No draft reaches behind the blocks of a request that fills the longest context."""
+    length = 160 - max_tokens
+    node = node_of(checkpoint, tmp_path, 3, max_model_len=160)
+    session = node.start("r", prompt_of(length), greedy(max_tokens))
+    node.finish(session)
+    assert_tokens_match(session.tokens, Oracle(checkpoint).greedy(session.prompt, max_tokens))
+    assert session.ended is not None and session.ended.outcome is FinishReason.LENGTH
+
+
+def test_requests_join_and_leave_a_drafting_batch(checkpoint: Path, tmp_path: Path) -> None:
+    """More requests than hot rows, of many lengths and ends: each answer is the one it gets alone."""
+    node, oracle = node_of(checkpoint, tmp_path, 2, max_requests=3), Oracle(checkpoint)
+    wanted = {length: 5 + 7 * (index % 4) for index, length in enumerate((1, 2, *BORDERS))}
+    sessions = {}
+    for length, tokens in wanted.items():
+        sessions[length] = node.start(f"r{length}", prompt_of(length), greedy(tokens))
+        for _ in range(3):
+            node.loop.turn(0.0)
+    node.finish(*sessions.values())
+    for length, session in sessions.items():
+        assert_tokens_match(session.tokens, oracle.greedy(session.prompt, wanted[length]))
+
+
+def test_drafts_that_are_never_right_cost_nothing_but_time(tmp_path: Path) -> None:
+    """A random draft layer, index reuse, and an answer twice as long as the hot buffer."""
+    kinds = ["full", "shared", "full", "shared"]
+    options = {"indexer_types": kinds, "num_nextn_predict_layers": 1}
+    checkpoint = random_checkpoint(tmp_path / "m", "glm_moe_dsa", seed=4, **options)
+    node, oracle = node_of(checkpoint, tmp_path, 1), Oracle(checkpoint)
+    session = node.start("r", prompt_of(33), greedy(4 * TOPK))
+    node.finish(session)
+    assert_tokens_match(session.tokens, oracle.greedy(session.prompt, 4 * TOPK))
+    assert node.rank.counters.accepted_tokens < node.rank.counters.draft_tokens // 4
+    assert node.backend.counters.misses > 0
+
+
+def test_a_checkpoint_without_a_draft_layer_is_refused(tmp_path: Path) -> None:
+    plain = random_checkpoint(tmp_path / "plain", "glm_moe_dsa")
+    config = SluiceConfig.model_validate(
+        {"model": {"path": str(plain)}, "decode": {"speculative_tokens": 2, "hot_tokens": 192}}
+    )
+    with pytest.raises(ConfigError, match=r"decode.speculative_tokens = 2: the checkpoint has no multi-token-pred"):
+        served_model(config)
+    (plain / "config.json").write_text(json.dumps(tiny_config("glm_moe_dsa", num_nextn_predict_layers=1)))
+    model = served_model(config)  # config.json promises what the weights do not hold
+    with pytest.raises(CheckpointError, match=r"decode.speculative_tokens: .*layers.4.eh_proj.weight is missing"):
+        load_weights(plain, model, torch.float32)
+    with pytest.raises(ConfigError, match=r"decode.hot_tokens = 128: .*1 \+ 2 \(decode.speculative_tokens\).*use 192"):
+        small = {"model": {"path": str(plain)}, "decode": {"speculative_tokens": 2, "hot_tokens": 128}}
+        check_against_model(SluiceConfig.model_validate(small), model)
+    with pytest.raises(ValueError, match=r"decode.speculative_tokens = 13: .*kv.block_size = 8; legal: 0 to 7"):
+        SluiceConfig.model_validate({**small, "decode": {"speculative_tokens": 13}, "kv": {"block_size": 8}})

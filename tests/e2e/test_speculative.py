@@ -1,0 +1,54 @@
+"""A whole deployment that drafts tokens answers like transformers, and like one that does not draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.checkpoints import YARN, drafting_checkpoint
+from tests.cluster import Cluster
+from tests.e2e.conftest import BASE
+from tests.e2e.test_equal_to_transformers import prompt_of
+from tests.oracle import Oracle, assert_tokens_match
+
+pytestmark = pytest.mark.cluster
+
+BLOCK, TOPK, NEW_TOKENS = 16, 64, 24
+LENGTHS = [1, *(k * BLOCK + around for k in (1, 4, 16) for around in (-1, 0, 1)), 700]
+"""Around whole blocks, below and above index_topk, and prompts of one and of several chunks."""
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+
+Deployment = tuple[Cluster, Oracle]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("deepseek_v32", 1, 1, 1), ("glm_moe_dsa", 2, 2, 3), ("deepseek_v32", 2, 1, 2)],
+    ids=lambda param: f"{param[0]}-p{param[1]}-d{param[2]}-mtp{param[3]}",
+)
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    family, prefill_tp, decode_tp, drafts = request.param
+    rope = {"rope_parameters": YARN} if family == "deepseek_v32" else {}
+    checkpoint = drafting_checkpoint(tmp_path_factory.mktemp("drafting") / family, family, seed=3, **rope)
+    fields = BASE | {
+        "prefill.tp": prefill_tp,
+        "decode.tp": decode_tp,
+        "decode.speculative_tokens": drafts,
+        "decode.hot_tokens": (1 + drafts) * TOPK,
+    }
+    with Cluster(checkpoint, fields) as cluster:
+        yield cluster, Oracle(checkpoint)
+
+
+def test_greedy_answers_equal_transformers(deployment: Deployment) -> None:
+    cluster, oracle = deployment
+    prompts = [prompt_of(length) for length in LENGTHS]
+    for prompt, answer in zip(prompts, cluster.complete_all(prompts, NEW_TOKENS, ignore_eos=True), strict=True):
+        assert_tokens_match(answer.tokens, oracle.greedy(prompt, NEW_TOKENS))
+        assert answer.finish_reason == "length"
+    cluster.wait_idle()
+    status = cluster.worker("decode-0/dp0/tp0").status
+    assert 0 < status.counters["accepted_tokens"] < status.counters["draft_tokens"]
+    assert 0 < status.gauges["acceptance_rate"] < 1
+    assert 'sluice_worker_total{name="accepted_tokens",worker="decode-0/dp0/tp0"}' in cluster.get("/metrics").text
