@@ -129,6 +129,7 @@ class DecodeWorker:
             max_waiting=setup.config.decode.max_waiting,
             max_request_tokens=geometry.max_request_tokens,
             lease_s=setup.config.transfer.lease_s,
+            step_tokens=setup.config.decode.step_tokens,
             headroom_tokens=setup.config.decode.headroom_tokens,
         )
         erased = setup.config.faults.zero_host_rows

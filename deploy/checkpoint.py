@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import ConfigError, SluiceConfig, build_config
+from engine.config_check import served_model
 from engine.model.config import ModelConfig
 from engine.model.config_reader import ModelConfigError
 
 
 def checkpoint_of(config: SluiceConfig) -> ModelConfig:
-    """The model at `model.path`. Raises ConfigError when there is none that can be served."""
+    """The model at `model.path`, as it is to be served. Raises ConfigError when there is none that can be."""
     try:
-        return ModelConfig.from_dir(config.model.path)
+        return served_model(config)
     except ModelConfigError as error:
         raise ConfigError(f"model.path: {error}") from None
 

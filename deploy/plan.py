@@ -13,6 +13,7 @@ from typing import Any
 
 from decode_node.geometry import DecodeGeometry, plan_geometry
 from engine.config import ConfigError, SluiceConfig
+from engine.config_check import min_hot_tokens
 from engine.model.config import ModelConfig
 from prefill_node.geometry import CapacityError
 from prefill_node.shape import PrefillShape, pool_bytes_for, prefill_shape
@@ -108,7 +109,7 @@ def plan_deployment(config: SluiceConfig, model: ModelConfig, load: Load) -> Pla
         prefill={"kv_blocks": blocks},
         pool={"dram_bytes": _AMPLE},
         decode={
-            "hot_tokens": max(config.decode.hot_tokens, _least_hot_tokens(config, model)),
+            "hot_tokens": max(config.decode.hot_tokens, min_hot_tokens(config, model)),
             "host_pool_bytes": _AMPLE,
             "max_requests": requests,
         },
@@ -167,10 +168,6 @@ def _decode(config: SluiceConfig, model: ModelConfig, geometry: DecodeGeometry) 
         hot_bytes_per_request=geometry.hot_bytes_per_request,
         break_even_context=geometry.hot.stride,
     )
-
-
-def _least_hot_tokens(config: SluiceConfig, model: ModelConfig) -> int:
-    return -(-model.index_topk // config.kv.block_size) * config.kv.block_size
 
 
 def _with(config: SluiceConfig, **sections: dict[str, Any]) -> SluiceConfig:

@@ -100,6 +100,14 @@ class DecodeSection(Section):
     reservation_s: Seconds = Field(120.0, description="longest time a request's blocks wait for prefill's next layer")
     threads: Positive = Field(1, description="compute threads per worker process")
 
+    @property
+    def step_tokens(self) -> int:
+        """Positions a step writes at most, from a request's newest token on.
+
+        With k drafts these are 1 + k verified ones; if all are right, drafting anew writes k - 1 more behind them.
+        """
+        return max(1, 2 * self.speculative_tokens)
+
 
 class TransferSection(Section):
     protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(_lower)] = Field(

@@ -161,6 +161,7 @@ class LocalNode(LocalRank):
             max_waiting=self.config.decode.max_waiting,
             max_request_tokens=self.geometry.max_request_tokens,
             lease_s=60.0,
+            step_tokens=self.config.decode.step_tokens,
             headroom_tokens=self.config.decode.headroom_tokens,
         )
         self.scheduler = Scheduler(kv_manager(self.geometry), limits)

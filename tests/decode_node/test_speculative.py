@@ -172,6 +172,40 @@ def test_max_tokens_and_the_end_of_the_context_are_met_exactly(
     assert session.ended is not None and session.ended.outcome is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_step_writes_only_into_blocks_its_request_holds(checkpoint: Path, tmp_path: Path, drafts: int) -> None:
+    """With so little memory that requests grow block by block and push each other out."""
+    memory = {"host_pool_bytes": 24 * BLOCK * 5 * (48 + 16) * 4, "headroom_tokens": BLOCK}  # 24 blocks of five layers
+    node, oracle = node_of(checkpoint, tmp_path, drafts, **memory), Oracle(checkpoint)
+    begin = node.backend.begin
+
+    def checked(rows: torch.Tensor, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        positions = begin(rows, *arguments, **named)
+        step = node.backend._step
+        assert step is not None
+        ends = [0, *step.query_ends.tolist()]
+        held = {
+            state.row: node.scheduler._room._kv.blocks(state.request.request_id) for state in node.scheduler.running()
+        }
+        for index, row in enumerate(rows.tolist()):
+            part = slice(ends[index], ends[index + 1])
+            blocks = held[row]
+            for slots, kind in ((step.host_slots, "main"), (step.index_slots, "indexer")):
+                expected = [blocks[kind][position // BLOCK] for position in positions[part].tolist()]
+                assert (slots[part] // BLOCK).tolist() == expected
+        return positions
+
+    node.backend.begin = checked  # type: ignore[method-assign]
+    sessions = [node.start(f"r{length}", prompt_of(length), greedy(60)) for length in (15, 31, 79, 100, 17, 33)]
+    node.finish(*sessions)
+    assert node.scheduler.preemptions > 0
+    for session in sessions:
+        assert session.ended is not None
+        if session.ended.outcome is not FinishReason.PREEMPTED:
+            assert_tokens_match(session.tokens, oracle.greedy(session.prompt, 60))
+        assert session.tokens == oracle.greedy(session.prompt, 60).tokens[: len(session.tokens)]
+
+
 def test_requests_join_and_leave_a_drafting_batch(checkpoint: Path, tmp_path: Path) -> None:
     """More requests than hot rows, of many lengths and ends: each answer is the one it gets alone."""
     node, oracle = node_of(checkpoint, tmp_path, 2, max_requests=3), Oracle(checkpoint)
