@@ -33,8 +33,11 @@ class Child:
     the child started dies with it.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
-        """Starts the process. Call it from the main thread: the kernel ties the child to the thread that starts it."""
+    def __init__(self, spec: ChildSpec, continue_log: bool = False) -> None:
+        """Starts the process; its log begins empty, or goes on after an earlier process's.
+
+        Call it from the main thread: the kernel ties the child to the thread that starts it.
+        """
         self.spec = spec
         launcher = os.getpid()
 
@@ -43,7 +46,7 @@ class Child:
             if os.getppid() != launcher:
                 os._exit(1)
 
-        with spec.log.open("wb") as log:
+        with spec.log.open("ab" if continue_log else "wb") as log:
             self._process = subprocess.Popen(
                 spec.argv,
                 env={**os.environ, **spec.env},

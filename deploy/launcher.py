@@ -3,7 +3,7 @@
 1. resolve the configuration (deploy/resolve.py) and sweep what dead deployments left in shared memory;
 2. start MemCache's MetaService and the meta server, wait until they listen;
 3. start the workers, show their progress, wait until the meta server reports all of them ready;
-4. print ``sluice ready`` and watch: a worker's death is logged, the meta server's ends the deployment;
+4. print ``sluice ready`` and watch (deploy/watch.py): who dies is started again, unless ``runtime.restart`` is false;
 5. on SIGTERM or Ctrl-C end everything: meta server, workers, MetaService, each with its own deadline, 15 s in all.
 """
 
@@ -21,7 +21,8 @@ from deploy.ports import can_connect
 from deploy.progress import Progress
 from deploy.resolve import Run, resolved
 from deploy.signals import Signals, Stopped
-from deploy.supervisor import ChildDied, StopPhase, Supervisor, obituary
+from deploy.supervisor import ChildDied, StopPhase, Supervisor
+from deploy.watch import DeploymentLost, Watch
 from engine.config import SluiceConfig
 
 _POLL_S = 0.1
@@ -47,9 +48,13 @@ def up(config: SluiceConfig, console: Console) -> None:
         console.print(
             f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, highlight=False, soft_wrap=True
         )
-        while True:
-            signals.sleep(_POLL_S)
-            watch(supervisor, console)
+        watch = Watch(run, supervisor, console)
+        try:
+            while True:
+                signals.sleep(_POLL_S)
+                watch.look()
+        except DeploymentLost as loss:
+            raise DeploymentFailed(str(loss)) from None
 
 
 @contextmanager
@@ -62,14 +67,6 @@ def started(config: SluiceConfig, console: Console, signals: Signals) -> Iterato
         except ChildDied as death:
             raise DeploymentFailed(f"the deployment did not start\n{death}") from None
         yield run, supervisor
-
-
-def watch(supervisor: Supervisor, console: Console) -> None:
-    """Prints who has died since the last call. Raises DeploymentFailed if it is the meta server."""
-    for child in supervisor.deaths():
-        if child.spec.name == processes.META_SERVER:
-            raise DeploymentFailed(f"the deployment cannot go on without its meta server\n{obituary(child)}")
-        console.print(obituary(child), markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -51,6 +51,11 @@ def workers(run: Run) -> list[ChildSpec]:
     return specs
 
 
+def everything(run: Run) -> list[ChildSpec]:
+    """All processes, in the order in which they start."""
+    return [pool_service(run), meta_server(run), *workers(run)]
+
+
 def driver_environment(run: Run) -> dict[str, str]:
     """Variables by which a process finds the emulated driver; none where the machine has a real one."""
     if _REAL_DRIVER.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from deploy.child import Child, ChildSpec
@@ -42,6 +42,13 @@ class Supervisor:
         for spec in specs:
             self._children.append(Child(spec))
 
+    def start_again(self, specs: Iterable[ChildSpec]) -> None:
+        """Starts processes in the place of dead ones of the same names; their logs go on. Main thread only."""
+        for spec in specs:
+            self._children = [child for child in self._children if child.spec.name != spec.name]
+            self._reported.discard(spec.name)
+            self._children.append(Child(spec, continue_log=True))
+
     def pids(self) -> dict[str, int]:
         """Process ids by name, of children that run."""
         return {child.spec.name: child.pid for child in self._children if child.exit_code is None}
@@ -71,6 +78,13 @@ class Supervisor:
             for child in chosen:
                 child.wait(deadline)
         return self.kill()
+
+    def kill_some(self, names: Collection[str]) -> None:
+        """Kills these children, and what they started. Their deaths are not reported."""
+        for child in self._children:
+            if child.spec.name in names:
+                child.kill_group()
+                self._reported.add(child.spec.name)
 
     def kill(self) -> list[str]:
         """Kills every child, and what it started. Returns the names of those that were still running."""

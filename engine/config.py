@@ -143,6 +143,10 @@ class RuntimeSection(Section):
     startup_timeout_s: Seconds = Field(300.0, description="longest time until the deployment is ready")
     heartbeat_s: Seconds = Field(1.0, description="period of the workers' reports to the meta server")
     lost_after_s: Seconds = Field(10.0, description="a worker silent for this long is lost")
+    restart: bool = Field(True, description="whether `sluice up` starts processes that died again, with their TP ranks")
+    restarts_per_minute: Positive = Field(
+        5, description="how often the same group is started again before it is given up"
+    )
     collective_timeout_s: Seconds = Field(120.0, description="longest wait of one rank for the others")
     request_timeout_s: Seconds = Field(600.0, description="longest life of one request")
     max_reruns: Annotated[int, Field(ge=0)] = Field(

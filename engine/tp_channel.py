@@ -1,7 +1,8 @@
 """Commands from TP rank 0 of a group to the other ranks, and their reports back.
 
 Tensors never travel here (torch.distributed carries those); only small dataclasses do, pickled, over ZMQ sockets in the
-run's private folder. Rank 0 decides, the others follow: each follower sees every command once and in order.
+run's private folder. Rank 0 decides, the others follow: each follower sees every command once and in order. The end of
+rank 0's process is noticed by the others, and theirs by rank 0, however idle they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+
+_GONE_GRACE_S = 1.0  # in a clean stop of the group the ranks end one after the other
+_LOOK_S = 0.5  # how often a rank that waits looks whether the other one is still there
 
 
 class ChannelError(RuntimeError):
@@ -25,13 +29,32 @@ def _address(run_dir: str | Path, name: str, rank: int, kind: str) -> str:
     return f"ipc://{path}"
 
 
+class _Peer:
+    """Whether the process at the other end of a socket that has been connected is still there. One thread uses it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._gone_since: float | None = None
+
+    @property
+    def gone(self) -> bool:
+        """True from a moment after its end on."""
+        if self._gone_since is None and self._events.poll(0):
+            self._gone_since = time.monotonic()
+        return self._gone_since is not None and time.monotonic() >= self._gone_since + _GONE_GRACE_S
+
+
 class TpLeader:
-    """Rank 0's end. Not thread-safe: one thread uses it. With size 1 it has no peers and does nothing."""
+    """Rank 0's end. Not thread-safe: one thread uses it. With size 1 it has no peers and does nothing.
+
+    Invariant (test_a_rank_that_is_gone_is_noticed_by_an_idle_group): `reports` tells of a dead follower within seconds.
+    """
 
     def __init__(self, run_dir: str | Path, name: str, size: int) -> None:
         self._name = name
         self._context = zmq.Context()
         self._commands: list[zmq.Socket[bytes]] = []
+        self._followers: list[_Peer] = []
         self._reports: zmq.Socket[bytes] | None = None
         if size > 1:
             self._reports = self._context.socket(zmq.PULL)
@@ -39,6 +62,7 @@ class TpLeader:
         for rank in range(1, size):
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
+            self._followers.append(_Peer(socket))
             socket.bind(_address(run_dir, name, rank, "commands"))
             self._commands.append(socket)
 
@@ -68,10 +92,12 @@ class TpLeader:
                 raise ChannelError(f"{self._name}: rank {rank} takes no commands any more") from None
 
     def reports(self) -> list[tuple[int, Any]]:
-        """(rank, report) of everything that has arrived. Never blocks."""
+        """(rank, report) of everything that has arrived. Never blocks. ChannelError if a follower is gone."""
         found = []
         while (report := self._receive(0.0)) is not None:
             found.append(report)
+        if gone := [rank for rank, follower in enumerate(self._followers, start=1) if follower.gone]:
+            raise ChannelError(f"{self._name}: the processes of TP ranks {gone} are gone")
         return found
 
     def _receive(self, timeout_s: float) -> tuple[int, Any] | None:
@@ -85,12 +111,18 @@ class TpLeader:
 
 
 class TpFollower:
-    """The end of rank 1, 2, ... `report` and `next_command` may be called from one thread each."""
+    """The end of rank 1, 2, ... `report` and `next_command` may be called from one thread each.
+
+    Invariant (test_a_rank_that_is_gone_is_noticed_by_an_idle_group): `next_command` tells of a dead leader within
+    seconds.
+    """
 
     def __init__(self, run_dir: str | Path, name: str, rank: int) -> None:
         self._rank = rank
+        self._name = name
         self._context = zmq.Context()
         self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._leader = _Peer(self._commands)
         self._commands.connect(_address(run_dir, name, rank, "commands"))
         self._reports: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         self._reports.setsockopt(zmq.LINGER, 0)
@@ -101,10 +133,16 @@ class TpFollower:
         self.report("ready")
 
     def next_command(self, timeout_s: float) -> Any | None:
-        """The next command, or None when none arrives in time."""
-        if not self._commands.poll(int(timeout_s * 1000)):
-            return None
-        return pickle.loads(self._commands.recv())
+        """The next command, or None when none arrives in time. ChannelError if the leader is gone."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if self._commands.poll(int(min(left, _LOOK_S) * 1000)):
+                return pickle.loads(self._commands.recv())
+            if self._leader.gone:
+                raise ChannelError(f"{self._name}: the process of TP rank 0 is gone")
+            if left <= _LOOK_S:
+                return None
 
     def report(self, report: object) -> None:
         """Sends a report to the leader; never blocks."""

@@ -105,6 +105,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the deployment with SIGTERM and checks that it is clean."""
+        self.processes = psutil.Process(self._process.pid).children(recursive=True)  # some may have been restarted
         self._process.send_signal(signal.SIGTERM)
         status = self.wait_exit()
         assert status == 0, f"sluice up ended with status {status} after SIGTERM"

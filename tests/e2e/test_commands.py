@@ -83,8 +83,8 @@ def test_killed_launcher_leaves_no_process_and_the_next_start_sweeps_memory() ->
         assert len(survivor.complete([5, 6, 7], 2, ignore_eos=True).tokens) == 2
 
 
-def test_dead_meta_server_ends_the_deployment() -> None:
-    with Cluster(PASSKEY_GLM, BASE) as cluster:
+def test_dead_meta_server_ends_a_deployment_without_restarts() -> None:
+    with Cluster(PASSKEY_GLM, BASE | {"runtime.restart": "false"}) as cluster:
         cluster.process_of("meta_server.main").kill()
         assert cluster.wait_exit() == 1
         assert cluster.said("meta-server (pid ") and cluster.said("killed by SIGKILL")

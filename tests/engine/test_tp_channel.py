@@ -1,5 +1,6 @@
 """Followers see every command once and in order; a missing follower is an error with its rank."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,25 @@ def test_a_missing_follower_is_named(tmp_path: Path) -> None:
         leader.wait_ready(0.5)
     follower.close()
     leader.close()
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_is_gone_is_noticed_by_an_idle_group(tmp_path: Path, gone: int) -> None:
+    """A socket closes as it does when its process is killed; but a group that stops may take a moment for it."""
+    leader = TpLeader(tmp_path, "decode-0", 3)
+    followers = [TpFollower(tmp_path, "decode-0", rank) for rank in (1, 2)]
+    for follower in followers:
+        follower.ready()
+    leader.wait_ready(5.0)
+    (leader if gone == 0 else followers[1]).close()
+    closed = time.monotonic()
+    text = "TP rank 0 is gone" if gone == 0 else r"TP ranks \[2\] are gone"
+    with pytest.raises(ChannelError, match=text):
+        while time.monotonic() < closed + 10:
+            assert (followers[0].next_command(0.05) if gone == 0 else leader.reports() or None) is None
+    assert 0.5 < time.monotonic() - closed < 5
+    for end in (*followers, leader):
+        end.close()
 
 
 def test_a_group_of_one_needs_no_sockets(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The launcher's watch over a deployment that runs: tells of deaths, and starts what died again."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+
+from deploy import processes
+from deploy.resolve import Run
+from deploy.restarts import RestartLimit, Units, unit_of
+from deploy.supervisor import Supervisor, obituary
+
+
+class DeploymentLost(Exception):
+    """The deployment cannot go on; the text says which process died and why."""
+
+
+class Watch:
+    """Every death is told once. With `runtime.restart`, the dead process starts again together with its unit.
+
+    A worker comes back as a new peer, with an epoch of its own, and registers; nobody else is restarted for it
+    (test_a_dead_worker_group_is_started_again_and_nobody_else). The other ranks of its group are killed first: they
+    would wait for it in vain.
+    """
+
+    def __init__(self, run: Run, supervisor: Supervisor, console: Console) -> None:
+        self._supervisor = supervisor
+        self._console = console
+        self._restart = run.config.runtime.restart
+        self._limit = RestartLimit(run.config.runtime.restarts_per_minute)
+        self._units = Units(processes.everything(run), run.run_dir)
+        self._due: dict[str, float] = {}  # monotonic times by unit
+
+    def look(self) -> None:
+        """To be called often. Raises DeploymentLost when the meta server is gone for good."""
+        for child in self._supervisor.deaths():
+            self._say(obituary(child))
+            unit = unit_of(child.spec.name)
+            if unit in self._due:
+                continue
+            start = self._limit.next_start(unit) if self._restart else None
+            if start is not None:
+                self._due[unit] = start
+                self._supervisor.kill_some(self._units.names(unit))
+            elif unit == processes.META_SERVER:
+                raise DeploymentLost(f"the deployment cannot go on without its meta server\n{obituary(child)}")
+            elif self._restart:
+                self._say(f"{unit} died too often (runtime.restarts_per_minute) and is not started again")
+        for unit in [unit for unit, due in self._due.items() if due <= time.monotonic()]:
+            del self._due[unit]
+            self._say(f"starting {unit} again")
+            self._supervisor.start_again(self._units.specs(unit))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
