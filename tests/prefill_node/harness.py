@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.kv_cache import CacheSpec, KVCacheManager
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
+from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import TpLeader
@@ -195,8 +196,10 @@ class Rig:
         tp_size: int = 1,
         max_requests: int = 8,
         dtype: torch.dtype = torch.float32,
+        drafts: bool = False,
     ) -> None:
-        self.config = config = ModelConfig.from_dir(model_dir)
+        config = ModelConfig.from_dir(model_dir)
+        self.config = config = config.with_draft() if drafts else config
         decoder = DsaDecoder(config, load_weights(model_dir, config, dtype), None, dtype)
         geometry = KvGeometry(
             block_size=block_size,
@@ -206,14 +209,14 @@ class Rig:
             element_bytes=dtype.itemsize,
             indexer_layers=frozenset(config.indexer_layers),
         )
-        plan = plan_layer_buffers(config.num_hidden_layers, list(independent), shared)
+        plan = plan_layer_buffers(config.num_layers, list(independent), shared)
         self.allocator = HostAllocator()
         self.buffers = LayerBuffers(self.allocator, plan, geometry, blocks, dtype)
         self.words = GenerationWords(self.buffers.generation_words)
         self.gate = ReuseGate(plan.num_slots, self.words, save_grace_s=1.0)
         self.reader = SlowReader(self.gate, self.buffers)
         self.pool = MemoryPool()
-        layout = PoolObjectLayout(geometry, config.num_hidden_layers)
+        layout = PoolObjectLayout(geometry, config.num_layers)
         self.saver = PoolSaver(
             self.pool,
             layout,
@@ -228,7 +231,16 @@ class Rig:
         self.routes = Routes(self.reader)
         backend = PrefillBackend(config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver)
         self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self.rank = PrefillRank(decoder, backend, self.routes, self.reader, self.saver, self.request_errors, block_size)
+        self.rank = PrefillRank(
+            decoder,
+            backend,
+            self.routes,
+            self.reader,
+            self.saver,
+            self.request_errors,
+            block_size,
+            DraftLayer(decoder) if drafts else None,
+        )
         spec = CacheSpec(block_size, blocks)
         self.cache = KVCacheManager({"main": spec, "indexer": spec})
         limits = Limits(block_size, budget, max_requests=max_requests, max_waiting=64, max_prompt_tokens=5000)
