@@ -15,7 +15,8 @@ class DraftLayer:
     """The first multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2), behind a decoder's layers.
 
     Its row of position p combines the hidden state of p with the token at p + 1 and predicts the token at p + 2. It
-    has KV of its own, at the same positions as the other layers.
+    has KV of its own, at the same positions as the other layers. As a row depends on the token behind it, the last row
+    of a block belongs to one continuation; behind another one it is only a worse guess, and guesses are verified.
     """
 
     def __init__(self, decoder: DsaDecoder) -> None:

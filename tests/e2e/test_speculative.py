@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 BLOCK, TOPK, NEW_TOKENS = 16, 64, 24
 LENGTHS = [1, *(k * BLOCK + around for k in (1, 4, 16) for around in (-1, 0, 1)), 700]
 """Around whole blocks, below and above index_topk, and prompts of one and of several chunks."""
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+SAMPLED = {"temperature": 0.7, "top_p": 0.95, "seed": 7, "ignore_eos": True}
 
 Deployment = tuple[Cluster, Oracle]
 
@@ -52,3 +52,24 @@ def test_greedy_answers_equal_transformers(deployment: Deployment) -> None:
     assert 0 < status.counters["accepted_tokens"] < status.counters["draft_tokens"]
     assert 0 < status.gauges["acceptance_rate"] < 1
     assert 'sluice_worker_total{name="accepted_tokens",worker="decode-0/dp0/tp0"}' in cluster.get("/metrics").text
+
+
+def test_sampled_answers_are_those_of_a_deployment_that_does_not_draft(tmp_path: Path) -> None:
+    """Seeded, with int8 index keys, index reuse, and every layer in one of three buffers or in its own."""
+    kinds = ["full", "shared", "full", "shared"]
+    checkpoint = drafting_checkpoint(tmp_path / "m", "glm_moe_dsa", seed=6, indexer_types=kinds)
+    prompts, answers = [prompt_of(length) for length in (31, 32, 33, 300)], {}
+    for drafts in (0, 2):
+        fields = BASE | {
+            "kv.indexer_dtype": "int8",
+            "decode.speculative_tokens": drafts,
+            "decode.hot_tokens": 3 * TOPK,
+            "prefill.independent_layers": [0, -1],
+            "prefill.shared_buffers": 1,
+        }
+        with Cluster(checkpoint, fields) as cluster:
+            answers[drafts] = [answer.tokens for answer in cluster.complete_all(prompts, NEW_TOKENS, **SAMPLED)]
+            cluster.wait_idle()
+            accepted = cluster.worker("decode-0/dp0/tp0").status.counters["accepted_tokens"]
+    assert accepted > 0
+    assert answers[2] == answers[0]
