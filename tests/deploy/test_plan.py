@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.checkpoint import default_config
+from deploy.checkpoint import checkpoint_of, default_config
 from deploy.plan import Load, Plan, parse_tokens, plan_deployment, with_setting
 from deploy.plan_fit import other_problems, shortfalls
 from engine.config import ConfigError, SluiceConfig, build_config
@@ -29,7 +29,8 @@ LOAD = Load(1 << 20, 9)
 
 def configured(name: str, *overrides: str) -> tuple[SluiceConfig, ModelConfig]:
     sizes = [f"kv.block_size={BLOCK}", f"decode.hot_tokens={HOT}", *overrides]
-    return default_config(FULL_SIZE / name, sizes), ModelConfig.from_dir(FULL_SIZE / name)
+    config = default_config(FULL_SIZE / name, sizes)
+    return config, checkpoint_of(config)
 
 
 def planned(name: str, *overrides: str, load: Load = LOAD) -> Plan:
@@ -81,6 +82,15 @@ def test_at_the_break_even_context_a_hot_row_is_as_large_as_the_main_kv() -> Non
     for context, smaller in ((at - BLOCK, False), (at, False), (at + BLOCK, True)):
         decode = planned("glm-5", load=Load(context, 1)).decode
         assert (decode.hot_bytes_per_request < decode.host_bytes) == smaller
+
+
+def test_drafting_adds_a_layer_with_an_indexer_and_needs_more_hot_tokens() -> None:
+    plan = planned("glm-5.2", "decode.speculative_tokens=3")
+    tokens = LOAD.context * LOAD.concurrency
+    assert plan.prefill.layers == 79
+    assert plan.decode.host_bytes == tokens * 79 * MAIN_ROW
+    assert plan.decode.indexer_bytes == tokens * 22 * KEY_ROW
+    assert plan.decode.hot_tokens == 4 * 2048
 
 
 def test_requests_are_spread_over_the_dp_ranks_of_all_groups() -> None:

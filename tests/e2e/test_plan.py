@@ -10,6 +10,7 @@ from sluice.v1 import common_pb2
 from deploy.checkpoint import checkpoint_of
 from deploy.plan import Load, plan_deployment
 from engine.config import load_config
+from tests.checkpoints import drafting_checkpoint
 from tests.cluster import CONFIG, Cluster
 from tests.e2e.test_equal_to_transformers import prompt_of
 from tests.oracle import Oracle, assert_tokens_match
@@ -28,11 +29,14 @@ CHUNKS = {"prefill.max_tokens_per_step": 512}
         {"kv.indexer_dtype": "int8", "prefill.shared_buffers": 2},
         {"decode.dp": 2, "prefill.tp": 2, "decode.tp": 2},
         {"prefill.independent_layers": "all", "kv.block_size": 32},
+        {"decode.speculative_tokens": 2},
     ],
-    ids=["int8", "dp2-tp2", "all-independent"],
+    ids=["int8", "dp2-tp2", "all-independent", "drafting"],
 )
-def test_devices_hold_what_was_planned(checkpoints: dict[str, Path], chosen: dict[str, object]) -> None:
+def test_devices_hold_what_was_planned(checkpoints: dict[str, Path], tmp_path: Path, chosen: dict[str, object]) -> None:
     model_dir, fields = checkpoints["glm_moe_dsa"], CHUNKS | chosen
+    if "decode.speculative_tokens" in chosen:
+        model_dir = drafting_checkpoint(tmp_path / "drafting", "glm_moe_dsa", seed=3)
     config = load_config(CONFIG, [f"{path}={value}" for path, value in fields.items()] + [f"model.path={model_dir}"])
     plan = plan_deployment(config, checkpoint_of(config), LOAD)
     prompts = [prompt_of(LOAD.context - NEW_TOKENS - extra) for extra in range(LOAD.concurrency)]
