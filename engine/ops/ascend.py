@@ -63,14 +63,20 @@ def lru_residency(
     query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
-    lru_order: Tensor,
+    last_used: Tensor,
+    clock: Tensor,
     *outputs: Tensor,
 ) -> None:
     """``engine.ops.lru_residency`` on the host, where the residency's state is kept; waits for ``topk_ids``.
 
     The outputs may be on the host or on the device. Raises ValueError for a state that is on the device.
     """
-    state = {"last_generation": last_generation, "slot_to_token": slot_to_token, "lru_order": lru_order}
+    state = {
+        "last_generation": last_generation,
+        "slot_to_token": slot_to_token,
+        "last_used": last_used,
+        "clock": clock,
+    }
     for name, tensor in state.items():
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; legal: cpu, residency is decided on the host")

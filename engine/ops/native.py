@@ -6,6 +6,7 @@ Layouts below mirror the argument structs of ``csrc/sluice_ops.h`` in order; the
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,8 @@ _LAYOUTS = {
         scale=True,
     ),
     "lru_residency": _Layout(
-        "topk_ids query_ends stable_prefix generation row_index last_generation slot_to_token lru_order "
+        "topk_ids query_ends stable_prefix generation row_index last_generation slot_to_token last_used "
+        "clock "
         "slots miss_ids miss_slots miss_counts",
         "rows topk requests miss_capacity state_rows capacity threads",
     ),
@@ -103,12 +105,15 @@ def select_isa(name: str | None) -> None:
     _raise(_library().sluice_ops_select_isa((name or "").encode()))
 
 
-def call(operator: str, values: dict[str, Tensor | int | float | None]) -> None:
-    """Run ``sluice_<operator>`` on ``values``, one per field of its struct but size, threads and device.
+def prepare(operator: str, values: dict[str, Tensor | int | float | None]) -> Callable[[], None]:
+    """A call of ``sluice_<operator>`` on ``values``, one per field of its struct but size, threads and device.
+
+    It can be made again and again, on the same memory: the caller keeps the tensors alive. It raises:
+        ValueError: An argument has an illegal value.
+        RuntimeError: The library could not get memory or threads.
 
     Raises:
-        ValueError: An argument has an illegal value.
-        RuntimeError: The library is not built, or it could not get memory or threads.
+        RuntimeError: The library is not built.
     """
     struct = _struct(operator)
     filled: dict[str, int | float | None] = {
@@ -117,7 +122,18 @@ def call(operator: str, values: dict[str, Tensor | int | float | None]) -> None:
     threads = Settings.threads or torch.get_num_threads()
     defaults = {"size": ctypes.sizeof(struct), "threads": threads, "device": Settings.device}
     filled.update({name: value for name, value in defaults.items() if hasattr(struct, name)})
-    _raise(getattr(_library(), f"sluice_{operator}")(ctypes.byref(struct(**filled))))
+    function, arguments = _function(operator), struct(**filled)
+    reference = ctypes.byref(arguments)
+
+    def run() -> None:
+        _raise(function(reference))
+
+    return run
+
+
+def call(operator: str, values: dict[str, Tensor | int | float | None]) -> None:
+    """Run ``sluice_<operator>`` once; see ``prepare``."""
+    prepare(operator, values)()
 
 
 def dtype_code(tensor: Tensor) -> int:
@@ -140,6 +156,12 @@ def _struct(operator: str) -> type[ctypes.Structure]:
     fields += [("scale", ctypes.c_double)] if layout.scale else []
     fields += [(name, ctypes.c_int64) for name in layout.sizes.split()]
     return type(f"{operator}_args", (ctypes.Structure,), {"_fields_": fields})
+
+
+@cache
+def _function(operator: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(_library(), f"sluice_{operator}")
+    return function
 
 
 @cache

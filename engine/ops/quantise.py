@@ -15,7 +15,8 @@ def hadamard_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate rows by the Hadamard matrix and round them to int8, with one scale per row.
 
     With y = x H_D / sqrt(D) (Sylvester's H, by butterflies in float32), ``scale = half(max |y| / 127)`` and
-    ``values = clamp(round(y / scale), -127, 127)``, ties to even; a row whose scale rounds to 0 has values 0. The
+    ``values = clamp(round(y / scale), -127, 127)``, ties to even; a row whose scale rounds to 0, or
+    is NaN because an element is, has values 0. The
     rotation spreads outliers over all dimensions and keeps dot products: ``x . z = (y scale_y) . (w scale_w)`` but for
     rounding. Both back ends give the same bits.
 

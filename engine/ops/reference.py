@@ -110,8 +110,8 @@ def hadamard_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         width *= 2
     y = y * dims**-0.5
     scale = (y.abs().amax(-1) / 127).clamp(max=torch.finfo(torch.float16).max).half()
-    steps = torch.where(scale > 0, scale.float(), torch.inf).unsqueeze(-1)
-    return (y / steps).round().clamp(-127, 127).to(torch.int8), scale
+    levels = (y / scale.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return torch.where(scale.unsqueeze(-1) > 0, levels, 0.0).to(torch.int8), scale
 
 
 def attend(q_nope: Tensor, q_rope: Tensor, ckv: Tensor, k_rope: Tensor, scale: float) -> Tensor:
@@ -150,7 +150,8 @@ def lru_residency(
     query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
-    lru_order: Tensor,
+    last_used: Tensor,
+    clock: Tensor,
     slots: Tensor,
     miss_ids: Tensor,
     miss_slots: Tensor,
@@ -171,25 +172,31 @@ def lru_residency(
             continue
         if last_generation[state] != generation[request]:
             last_generation[state] = generation[request]
-            slot_to_token[state] = -1
-            lru_order[state] = torch.arange(capacity)
-        tokens, order = slot_to_token[state].tolist(), lru_order[state].tolist()
-        if sorted(order) != list(range(capacity)):
-            raise ValueError(f"lru_order[{state}] is not a permutation of 0 to {capacity - 1}")
+            slot_to_token[state], last_used[state], clock[state] = -1, 0, 0
+        tokens, used = slot_to_token[state].tolist(), last_used[state].tolist()
+        if clock[state] > torch.iinfo(torch.int32).max - 2:
+            least = min(used)
+            used, clock[state] = [time - least for time in used], clock[state] - least
+        now = int(clock[state]) + 2
         stable = max(int(stable_prefix[request]), 0)
         wanted = topk_ids[span.start : span.stop].flatten().tolist()
         cached = dict.fromkeys(p for p in wanted if 0 <= p < stable)  # distinct, in order of rows
-        tokens = [-1 if token >= stable else token for token in tokens]
-        hits = [slot for slot in order if tokens[slot] in cached]
-        free = [slot for slot in order if tokens[slot] not in cached]
-        where = {tokens[slot]: slot for slot in hits}
+        for slot, token in enumerate(tokens):
+            if token >= stable:
+                tokens[slot], used[slot] = -1, 0
+            elif token in cached:
+                used[slot] = now
+        where = {token: slot for slot, token in enumerate(tokens) if token in cached}
         misses = [p for p in cached if p not in where]
-        taken, untouched = free[: len(misses)], free[len(misses) :]
+        oldest = sorted((slot for slot in range(capacity) if used[slot] < now), key=lambda slot: (used[slot], slot))
+        if len(oldest) < len(misses):
+            raise ValueError(f"last_used[{state}] holds times later than the row's clock")
+        taken = sorted(oldest[: len(misses)])
         for position, slot in zip(misses, taken, strict=True):
             where[position] = slot
-            tokens[slot] = position
-        slot_to_token[state] = torch.tensor(tokens)
-        lru_order[state] = torch.tensor(untouched + taken + hits)
+            tokens[slot], used[slot] = position, now - 1
+        slot_to_token[state], last_used[state] = torch.tensor(tokens), torch.tensor(used)
+        clock[state] = now
         at = [-1 if p < 0 else where[p] if p < stable else capacity + p - stable for p in wanted]
         slots[span.start : span.stop] = torch.tensor(at, dtype=torch.int32).view(len(span), topk_ids.shape[1])
         miss_ids[request, : len(misses)] = torch.tensor(misses, dtype=torch.int32)

@@ -16,13 +16,14 @@ from engine.ops.registry import register
 class ResidencyState(NamedTuple):
     """Persistent state of S hot buffers of ``capacity`` slots each; one row serves one request at a time.
 
-    Invariants, kept by ``lru_residency``: each ``lru_order`` row is a permutation of its slots, oldest first; no
-    position occupies two slots of a row; rows a call does not name do not change.
+    Invariants, kept by ``lru_residency``: no position occupies two slots of a row; no slot's time of use is later than
+    its row's clock; rows a call does not name do not change.
     """
 
     last_generation: Tensor  # [S] int64, generation the row's contents belong to
     slot_to_token: Tensor  # [S, capacity] int32, position held by each slot, -1: empty
-    lru_order: Tensor  # [S, capacity] int32
+    last_used: Tensor  # [S, capacity] int32, time of each slot's last use, 0: empty since
+    clock: Tensor  # [S] int32, advances by 2 in each call that names the row
 
     @staticmethod
     def empty(rows: int, capacity: int) -> ResidencyState:
@@ -30,7 +31,8 @@ class ResidencyState(NamedTuple):
         return ResidencyState(
             torch.full((rows,), -1, dtype=torch.int64),
             torch.full((rows, capacity), -1, dtype=torch.int32),
-            torch.arange(capacity, dtype=torch.int32).repeat(rows, 1),
+            torch.zeros(rows, capacity, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
         )
 
 
@@ -68,8 +70,10 @@ def lru_residency(
     """Bring the hot buffers of B requests up to date with what their T query rows attend to next.
 
     Per request, over the top-k of all its rows together: a selected position p below ``stable_prefix`` is a hit if a
-    slot holds it, else a miss that takes the oldest slot not hit in this call (its old contents are lost), so no row
-    loses what another row selected. The order of use becomes untouched slots, then this call's misses, then its hits.
+    slot holds it, else a miss; the misses take the slots that have not been used for longest, none of them hit in this
+    call (their old contents are lost), so no row loses what another row selected. Hits are used at the row's new clock,
+    misses one earlier; empty slots are the oldest; of equally old slots the lower ones are taken. Misses in order of
+    rows and top-k get the slots in rising order.
     A position named twice gets one slot and at most one miss. Positions at or above ``stable_prefix`` are not cached
     here: their ``slots`` entry is ``capacity + (p - stable_prefix)``, an address in the caller's tail region, and they
     are neither hit nor miss. Slots that hold such positions (after a rollback) are emptied, and a row of ``state``
@@ -90,7 +94,7 @@ def lru_residency(
 
     Raises:
         ValueError: A dtype, shape, layout or value is illegal (the message names it); capacity or M is below the
-            rows of a request times topk; an ``lru_order`` row is no permutation.
+            rows of a request times topk; ``last_used`` is later than the row's clock.
     """
     if out is None:
         most = 1 if query_ends is None else rows_per_request(query_ends)
@@ -112,7 +116,8 @@ def _kernel(
     query_ends: Tensor | None,
     last_generation: Tensor,
     slot_to_token: Tensor,
-    lru_order: Tensor,
+    last_used: Tensor,
+    clock: Tensor,
     slots: Tensor,
     miss_ids: Tensor,
     miss_slots: Tensor,
@@ -130,7 +135,8 @@ def _kernel(
     check_tensor("slot_to_token", slot_to_token, (None, None), torch.int32)
     state_rows, capacity = slot_to_token.shape
     check_tensor("last_generation", last_generation, (state_rows,), torch.int64)
-    check_tensor("lru_order", lru_order, (state_rows, capacity), torch.int32)
+    check_tensor("last_used", last_used, (state_rows, capacity), torch.int32)
+    check_tensor("clock", clock, (state_rows,), torch.int32)
     check_tensor("slots", slots, (rows, topk), torch.int32)
     check_tensor("miss_ids", miss_ids, (requests, None), torch.int32)
     miss_capacity = miss_ids.shape[1]
@@ -140,7 +146,8 @@ def _kernel(
         if places < wanted:
             legal = f"at least topk_ids.shape[1] for each row of a request, {wanted}"
             raise ValueError(f"{name} holds {places} slots; legal: {legal}")
-    state, out = ResidencyState(last_generation, slot_to_token, lru_order), (slots, miss_ids, miss_slots, miss_counts)
+    state = ResidencyState(last_generation, slot_to_token, last_used, clock)
+    out = slots, miss_ids, miss_slots, miss_counts
     if current_backend() == "reference":
         reference.lru_residency(topk_ids, stable_prefix, generation, row_index, query_ends, *state, *out)
         return
@@ -166,7 +173,7 @@ def _kernel(
 
 _op = register(
     "lru_residency(Tensor topk_ids, Tensor stable_prefix, Tensor generation, Tensor row_index, Tensor? query_ends, "
-    "Tensor(a!) last_generation, Tensor(b!) slot_to_token, Tensor(c!) lru_order, Tensor(d!) slots, "
-    "Tensor(e!) miss_ids, Tensor(f!) miss_slots, Tensor(g!) miss_counts) -> ()",
+    "Tensor(a!) last_generation, Tensor(b!) slot_to_token, Tensor(c!) last_used, Tensor(d!) clock, "
+    "Tensor(e!) slots, Tensor(f!) miss_ids, Tensor(g!) miss_slots, Tensor(h!) miss_counts) -> ()",
     _kernel,
 )

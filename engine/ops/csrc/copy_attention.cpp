@@ -128,24 +128,30 @@ class Fetches {
   uint64_t epoch_;
 };
 
-// Makes copies [begin, end) of a request.
-void copy_pairs(const Args& a, const Fetches::Pair* pairs, int64_t begin, int64_t end) {
+// Makes copies [begin, end) of a request. Rows that this call attends to (in host memory) are `attended`: the copies are
+// not read before the next step.
+void copy_pairs(const Args& a, const Fetches::Pair* pairs, int64_t begin, int64_t end, bool attended) {
+  const Kernels& kernel = kernels();
   const LatentCache host = dram_cache(a), hot = hbm_cache(a);
   const int64_t ckv_bytes = host.ckv_bytes(), rope_bytes = host.rope_bytes();
   auto prefetch = [](const char* row, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+  };
+  auto copy = [&](const char* from, const char* to, int64_t bytes) {
+    if (attended)
+      kernel.stream_row(from, const_cast<char*>(to), bytes);
+    else
+      std::memcpy(const_cast<char*>(to), from, static_cast<size_t>(bytes));
   };
   for (int64_t i = begin; i < end; ++i) {
     if (i + kCopiesAhead < end) {
       prefetch(host.ckv_row(pairs[i + kCopiesAhead].host_row), ckv_bytes);
       prefetch(host.rope_row(pairs[i + kCopiesAhead].host_row), rope_bytes);
     }
-    const Fetches::Pair& pair = pairs[i];
-    std::memcpy(const_cast<char*>(hot.ckv_row(pair.hot_row)), host.ckv_row(pair.host_row),
-                static_cast<size_t>(ckv_bytes));
-    std::memcpy(const_cast<char*>(hot.rope_row(pair.hot_row)), host.rope_row(pair.host_row),
-                static_cast<size_t>(rope_bytes));
+    copy(host.ckv_row(pairs[i].host_row), hot.ckv_row(pairs[i].hot_row), ckv_bytes);
+    copy(host.rope_row(pairs[i].host_row), hot.rope_row(pairs[i].hot_row), rope_bytes);
   }
+  if (attended) kernel.stream_end();
 }
 
 // Tells the emulated driver, where there is one in this process.
@@ -196,15 +202,20 @@ void attend_row(const Args& a, const Fetches& fetches, int64_t request, int64_t 
   const int64_t share = fetches.count(request) * (part + 1) / parts - first;
   const LatentCache cache = hbm_cache(a);
   const int64_t head = row * a.heads + head_begin;
+  char* out = static_cast<char*>(a.out) + head * cache.ckv_bytes();
+  if (tiles == 0) {
+    copy_pairs(a, pairs, first, first + share, false);
+    std::memset(out, 0, static_cast<size_t>((head_end - head_begin) * cache.ckv_bytes()));
+    return;
+  }
   RowAttention attention(cache, static_cast<const char*>(a.query) + head * cache.ckv_bytes(),
                          static_cast<const char*>(a.query_rope) + head * cache.rope_bytes(), head_end - head_begin,
                          static_cast<float>(a.scale));
   for (int64_t t = 0; t < tiles; ++t) {
     attention.attend(set, t);
-    copy_pairs(a, pairs, first + share * t / tiles, first + share * (t + 1) / tiles);
+    copy_pairs(a, pairs, first + share * t / tiles, first + share * (t + 1) / tiles, true);
   }
-  if (tiles == 0) copy_pairs(a, pairs, first, first + share);
-  attention.finish(static_cast<char*>(a.out) + head * cache.ckv_bytes());
+  attention.finish(out);
 }
 
 int check(const Args& a) {
@@ -237,7 +248,7 @@ int run(const Args& a) {
   report_copy(a.device, bytes);
 
   for (int64_t i = 0; i < a.requests; ++i)  // requests without a row have no unit
-    if (a.query_ends[i] == (i ? a.query_ends[i - 1] : 0)) copy_pairs(a, fetches.pairs(i), 0, fetches.count(i));
+    if (a.query_ends[i] == (i ? a.query_ends[i - 1] : 0)) copy_pairs(a, fetches.pairs(i), 0, fetches.count(i), false);
 
   thread_local Scratch owner_memory;
   int32_t* owner = owner_memory.take<int32_t>(a.rows);  // request of each row

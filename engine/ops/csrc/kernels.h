@@ -50,6 +50,18 @@ struct AttendTask {
   void* scratch;  // scratch_bytes
 };
 
+// A hot buffer's slots against the positions wanted from it.
+struct SlotTask {
+  int32_t* token;         // [capacity] position each slot holds, negative: none
+  int32_t* used;          // [capacity] when it was last used
+  const int32_t* wanted;  // bits of [0, stable)
+  int64_t capacity;
+  int32_t stable, now;
+  int32_t* hit_tokens;    // out, room for capacity + 16
+  int32_t* hit_slots;     // likewise
+  int32_t* oldest;        // out [1]
+};
+
 // Scores of one (query row, key) pair are summed in one fixed order, whatever the tile or batch they were computed in,
 // so prefill and decode rank keys alike.
 struct Kernels {
@@ -60,6 +72,10 @@ struct Kernels {
   void (*widen)(const void* src, int64_t dtype, float* dst, int64_t count);
   // dst[i] = dtype(src[i] * factor), rounded to nearest even; not for int8.
   void (*narrow)(const float* src, float factor, int64_t dtype, void* dst, int64_t count);
+  // Copies a row that is not read again soon, past the caches where it can; stream_end makes such rows visible to other
+  // threads.
+  void (*stream_row)(const char* from, char* to, int64_t bytes);
+  void (*stream_end)();
   // out[k] = sum_h weights[h] * relu(q_h . key_k), for float32 rows.
   void (*index_scores)(const ScoreTask& task);
   // The same for bfloat16 rows; null where the instruction set has no such products.
@@ -71,6 +87,13 @@ struct Kernels {
   // Advances peak, total and acc over the task's rows; for float32 and bfloat16 (may be null) rows.
   void (*attend)(const AttendTask& task);
   void (*attend_bfloat16)(const AttendTask& task);
+  // Lists the slots that hold a wanted position, sets their `used` to `now`, empties those that hold a position from
+  // `stable` on (used: 0), and finds the least `used`. Returns how many are listed, by rising slot.
+  int64_t (*match_slots)(const SlotTask& task);
+  // counts[i] = how many of `used` are at most limits[i].
+  void (*count_up_to)(const int32_t* used, int64_t count, const int32_t (&limits)[4], int64_t (&counts)[4]);
+  // Lists the slots with `used` at most limit, by rising slot, in room for count + 16; returns how many.
+  int64_t (*list_up_to)(const int32_t* used, int64_t count, int32_t limit, int32_t* slots);
 };
 
 // Most dimensions for which a sum of products of int8 values is exact in float32.

@@ -1,7 +1,7 @@
 // Bodies of the kernels. No include guard: included once per instruction set, in a namespace of its own, with
 // SLUICE_LANES (floats per vector register), SLUICE_BLOCK (rows multiplied together with two vectors of heads; divides
 // the tiles) and SLUICE_ISA_NAME defined, and SLUICE_HAS_DOT where there are products of bfloat16 pairs and int8 quads.
-// But for those, rounding to half precision and prefetching only compiler vector extensions are used, so the same text
+// But for those, rounding to half precision, looking slots up and prefetching only compiler vector extensions are used, so the same text
 // serves x86 and aarch64.
 
 constexpr int kLanes = SLUICE_LANES;
@@ -102,6 +102,31 @@ inline vec through_half(vec x) {
 #endif
 }
 
+// Copies a row past the caches where it can: for rows that are not read again soon. stream_end() makes them visible.
+void stream_row(const char* from, char* to, int64_t bytes) {
+#if SLUICE_LANES == 16
+  if (reinterpret_cast<uintptr_t>(to) % 64 == 0 && bytes % 64 == 0) {
+    for (int64_t at = 0; at < bytes; at += 64)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+    return;
+  }
+#elif SLUICE_LANES == 8
+  if (reinterpret_cast<uintptr_t>(to) % 32 == 0 && bytes % 32 == 0) {
+    for (int64_t at = 0; at < bytes; at += 32)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
+    return;
+  }
+#endif
+  __builtin_memcpy(to, from, static_cast<uint64_t>(bytes));
+}
+
+void stream_end() {
+#if SLUICE_LANES >= 8
+  _mm_sfence();
+#endif
+}
+
 // How words of one format are multiplied: Sum is a vector of sums, Word what is broadcast.
 struct FloatWords {
   typedef float Word;
@@ -151,12 +176,15 @@ inline void multiply(const typename Words::Word* heads, int64_t stride, int64_t 
 
 #include "kernels_attend.h"
 #include "kernels_score.h"
+#include "kernels_slots.h"
 
 constexpr Kernels kTable = {
     SLUICE_ISA_NAME,
     kLanes,
     widen,
     narrow,
+    stream_row,
+    stream_end,
     index_scores<FloatWords, false>,
 #ifdef SLUICE_HAS_DOT
     index_scores<Bfloat16Words, false>,
@@ -171,4 +199,7 @@ constexpr Kernels kTable = {
     attend_tile<FloatWords>,
     nullptr,
 #endif
+    match_slots,
+    count_up_to,
+    list_up_to,
 };

@@ -32,9 +32,10 @@ void quantise_row(const Args& a, int64_t row, float* x) {
   float most = 0.0f;
   for (int64_t d = 0; d < a.dims; ++d) {
     x[d] *= norm;
-    most = std::max(most, std::fabs(x[d]));
+    const float magnitude = std::fabs(x[d]);
+    most = most >= magnitude || most != most ? most : magnitude;  // a NaN stays
   }
-  const float wanted = std::min(most / 127.0f, kLargestHalf);
+  const float wanted = most / 127.0f > kLargestHalf ? kLargestHalf : most / 127.0f;
   uint16_t half;
   kernel.narrow(&wanted, 1.0f, SLUICE_FLOAT16, &half, 1);
   float scale;

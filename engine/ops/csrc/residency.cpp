@@ -1,7 +1,10 @@
 // sluice_lru_residency: which selected positions are in the hot buffer, and which slots the others get.
 #include <algorithm>
+#include <climits>
 
+#include "bits.h"
 #include "error.h"
+#include "kernels.h"
 #include "paged.h"
 #include "parallel.h"
 #include "sluice_ops.h"
@@ -22,127 +25,193 @@ Span rows_of(const Args& a, int64_t i) {
   return {i == 0 ? 0 : a.query_ends[i - 1], a.query_ends[i]};
 }
 
-// Open-addressing map from a position to the index of its first occurrence in the request's top-k.
-class FirstIndex {
+// A request's hot buffer and what it wants from it. Lookups are by bits and by passes over the slots in order, so that a
+// buffer that is not in the processor's caches is read from memory once, forwards.
+class HotBuffer {
  public:
-  void build(const int32_t* ids, int64_t count, int32_t limit) {
-    int64_t size = 16;
-    while (size < 2 * count) size *= 2;
-    mask_ = size - 1;
-    ids_ = id_memory_.take<int32_t>(size);
-    index_ = index_memory_.take<int32_t>(size);
-    std::fill(ids_, ids_ + size, -1);
-    for (int64_t i = 0; i < count; ++i) {
-      if (ids[i] < 0 || ids[i] >= limit) continue;
-      const int64_t at = probe(ids[i]);
-      if (ids_[at] >= 0) continue;
-      ids_[at] = ids[i];
-      index_[at] = static_cast<int32_t>(i);
-    }
+  HotBuffer(const Args& a, int64_t state, int32_t stable)
+      : kernel_(kernels()),
+        token_(a.slot_to_token + state * a.capacity),
+        used_(a.last_used + state * a.capacity),
+        clock_(a.clock[state]),
+        capacity_(a.capacity),
+        stable_(stable) {}
+
+  void clear() {
+    std::fill(token_, token_ + capacity_, -1);
+    std::fill(used_, used_ + capacity_, 0);
+    clock_ = 0;
   }
-  // -1 if `id` is not in the top-k.
-  int32_t find(int32_t id) const {
-    const int64_t at = probe(id);
-    return ids_[at] < 0 ? -1 : index_[at];
+
+  bool cached(int32_t id) const { return static_cast<uint32_t>(id) < static_cast<uint32_t>(stable_); }
+
+  // Finds which of the ids are hits: slots[i] becomes their slot, -1 for all others. An id named again is only looked up
+  // at its first place; returns whether there is one.
+  bool look_up(const int32_t* ids, int64_t count, int32_t* slots) {
+    Buffers& buffers = memory();
+    tick();
+    uint64_t* wanted = buffers.wanted.take<uint64_t>(bit_words(stable_) + 1);
+    place_ = buffers.place.take<int32_t>(stable_);
+    int32_t* hit_tokens = buffers.tokens.take<int32_t>(capacity_ + 16);
+    int32_t* hit_slots = buffers.slots.take<int32_t>(capacity_ + 16);
+    clear_bits(wanted, stable_ + 1);
+    bool repeated = false;
+    for (int64_t i = 0; i < count; ++i) {
+      if (!cached(ids[i])) continue;
+      if (has_bit(wanted, ids[i])) {
+        repeated = true;
+        continue;
+      }
+      set_bit(wanted, ids[i]);
+      place_[ids[i]] = static_cast<int32_t>(i);
+    }
+    const int64_t hits = kernel_.match_slots({token_, used_, reinterpret_cast<const int32_t*>(wanted), capacity_,
+                                              stable_, clock_, hit_tokens, hit_slots, &oldest_});
+    std::fill(slots, slots + count, -1);
+    for (int64_t i = 0; i < hits; ++i) slots[place_[hit_tokens[i]]] = hit_slots[i];
+    return repeated;
+  }
+
+  // The place of an id's first occurrence.
+  int32_t place(int32_t id) const { return place_[id]; }
+
+  // The `count` slots that have not been used for longest, by rising slot; ties go to the lowest slots. Null if so many
+  // are not older than this call, which takes a caller that wrote to the state.
+  const int32_t* victims(int64_t count) {
+    thread_local Scratch memory;
+    int32_t* slots = memory.take<int32_t>(capacity_ + 16);
+    const Limit limit = limit_of(count);
+    const int64_t found = kernel_.list_up_to(used_, capacity_, limit.time, slots);
+    if (found < count) return nullptr;
+    int64_t ties = count - limit.older, kept = 0;  // how many used at the limit itself are taken
+    for (int64_t i = 0; i < found; ++i) {
+      const bool tie = used_[slots[i]] == limit.time, taken = !tie || ties > 0;
+      ties -= tie;
+      slots[kept] = slots[i];
+      kept += taken;
+    }
+    return slots;
+  }
+
+  void fill(int32_t slot, int32_t id) {
+    token_[slot] = id;
+    used_[slot] = clock_ - 1;  // a miss is older than a hit of the same call
   }
 
  private:
-  int64_t probe(int32_t id) const {
-    int64_t at = static_cast<int64_t>(static_cast<uint32_t>(id) * 0x9e3779b1u >> 7) & mask_;
-    while (ids_[at] >= 0 && ids_[at] != id) at = (at + 1) & mask_;
-    return at;
+  struct Buffers {
+    Scratch wanted, place, tokens, slots;
+  };
+  static Buffers& memory() {
+    thread_local Buffers buffers;
+    return buffers;
   }
 
-  Scratch id_memory_, index_memory_;
-  int32_t* ids_ = nullptr;
-  int32_t* index_ = nullptr;
-  int64_t mask_ = 0;
+  void tick() {
+    if (clock_ > INT32_MAX - 2) {
+      const int32_t least = *std::min_element(used_, used_ + capacity_);
+      for (int64_t s = 0; s < capacity_; ++s) used_[s] -= least;
+      clock_ -= least;
+    }
+    clock_ += 2;
+  }
+
+  // The least time such that at least `count` slots were last used until then; `older` of them before.
+  struct Limit {
+    int32_t time;
+    int64_t older;
+  };
+
+  Limit limit_of(int64_t count) const {
+    int64_t low = oldest_, high = low, older = 0;  // `older` slots were last used before `low`
+    const int64_t latest = clock_ - 2;             // no hit of this call
+    for (bool bounded = false; !bounded || low < high;) {
+      int32_t limits[4];
+      int64_t counts[4];
+      const int64_t step = bounded ? (high - low + 4) / 5 : high - low + 1;
+      for (int i = 0; i < 4; ++i)
+        limits[i] = static_cast<int32_t>(std::min(bounded ? high - 1 : latest, low + (i + 1) * step - 1));
+      kernel_.count_up_to(used_, capacity_, limits, counts);
+      int i = 0;
+      while (i < 4 && counts[i] < count) ++i;
+      if (i > 0) low = limits[i - 1] + int64_t{1}, older = counts[i - 1];
+      if (i < 4)
+        high = limits[i], bounded = true;
+      else if (!bounded) {
+        if (limits[3] == latest) return {static_cast<int32_t>(latest), older};
+        high = low + 4 * step;
+      }
+    }
+    return {static_cast<int32_t>(low), older};
+  }
+
+  const Kernels& kernel_;
+  int32_t* token_;
+  int32_t* used_;
+  int32_t& clock_;
+  const int64_t capacity_;
+  const int32_t stable_;
+  int32_t oldest_ = 0;
+  int32_t* place_ = nullptr;
 };
-
-bool is_permutation(const int32_t* order, int64_t count) {
-  thread_local Scratch memory;
-  uint8_t* seen = memory.take<uint8_t>(count);
-  std::fill(seen, seen + count, uint8_t{0});
-  for (int64_t i = 0; i < count; ++i) {
-    if (order[i] < 0 || order[i] >= count || seen[order[i]]) return false;
-    seen[order[i]] = 1;
-  }
-  return true;
-}
 
 // The top-k of all rows of a request are one list of `wanted` positions: what any row names is fetched once, and no row
 // loses what another one names.
 void update_request(const Args& a, int64_t request, FirstFault& fault) {
-  thread_local FirstIndex first;
-  thread_local Scratch evictable_memory, hit_memory;
+  thread_local Scratch place_memory;
   const Span span = rows_of(a, request);
   const int64_t wanted = (span.end - span.begin) * a.topk;
   const int32_t* ids = a.topk_ids + span.begin * a.topk;
   int32_t* slots = a.slots + span.begin * a.topk;
   int32_t* miss_ids = a.miss_ids + request * a.miss_capacity;
   int32_t* miss_slots = a.miss_slots + request * a.miss_capacity;
-  std::fill(slots, slots + wanted, -1);
-  std::fill(miss_ids, miss_ids + a.miss_capacity, -1);
-  std::fill(miss_slots, miss_slots + a.miss_capacity, -1);
-  a.miss_counts[request] = 0;
-  const int64_t state = a.row_index[request];
-  if (state < 0) return;
-
-  int32_t* token = a.slot_to_token + state * a.capacity;
-  int32_t* order = a.lru_order + state * a.capacity;
-  if (a.last_generation[state] != a.generation[request]) {
-    std::fill(token, token + a.capacity, -1);
-    for (int64_t s = 0; s < a.capacity; ++s) order[s] = static_cast<int32_t>(s);
-    a.last_generation[state] = a.generation[request];
-  } else if (!is_permutation(order, a.capacity)) {
-    return fault.report(state, request);
-  }
-
-  // 1. Walk the slots from the oldest: hits keep their slot, all others may be evicted.
-  const int32_t stable = std::max(a.stable_prefix[request], 0);
-  first.build(ids, wanted, stable);
-  int32_t* evictable = evictable_memory.take<int32_t>(a.capacity);
-  int32_t* hits = hit_memory.take<int32_t>(a.capacity);
-  int64_t evictable_count = 0, hit_count = 0;
-  for (int64_t i = 0; i < a.capacity; ++i) {
-    const int32_t slot = order[i];
-    if (token[slot] >= stable) token[slot] = -1;
-    const int32_t at = token[slot] < 0 ? -1 : first.find(token[slot]);
-    if (at >= 0 && slots[at] < 0) {
-      slots[at] = slot;
-      hits[hit_count++] = slot;
-    } else {
-      evictable[evictable_count++] = slot;
-    }
-  }
-
-  // 2. Misses, in top-k order, take the oldest evictable slots; capacity >= wanted makes them suffice.
   int64_t misses = 0;
+  auto pad = [&] {
+    std::fill(miss_ids + misses, miss_ids + a.miss_capacity, -1);
+    std::fill(miss_slots + misses, miss_slots + a.miss_capacity, -1);
+    a.miss_counts[request] = static_cast<int32_t>(misses);
+  };
+  const int64_t state = a.row_index[request];
+  if (state < 0) {
+    std::fill(slots, slots + wanted, -1);
+    return pad();
+  }
+
+  const int32_t stable = std::max(a.stable_prefix[request], 0);
+  HotBuffer hot(a, state, stable);
+  if (a.last_generation[state] != a.generation[request]) {
+    hot.clear();
+    a.last_generation[state] = a.generation[request];
+  }
+  const bool repeated = hot.look_up(ids, wanted, slots);
+
+  // Misses, in top-k order, get the victims' slots; capacity >= wanted makes them suffice.
+  int32_t* places = place_memory.take<int32_t>(wanted + 1);
+  bool tail = false;
   for (int64_t i = 0; i < wanted; ++i) {
-    const int32_t id = ids[i];
-    if (id < 0) continue;
-    if (id >= stable) {
-      slots[i] = static_cast<int32_t>(a.capacity + (id - stable));
-      continue;
-    }
-    const int32_t at = first.find(id);
-    if (at != i) {
-      slots[i] = slots[at];
-    } else if (slots[i] < 0) {
-      const int32_t slot = evictable[misses];
-      token[slot] = id;
-      slots[i] = slot;
-      miss_ids[misses] = id;
-      miss_slots[misses] = slot;
-      ++misses;
+    const bool cached = hot.cached(ids[i]);
+    tail |= ids[i] >= stable;
+    places[misses] = static_cast<int32_t>(i);
+    misses += cached && slots[i] < 0 && (!repeated || hot.place(ids[i]) == i);
+  }
+  if (misses > 0) {
+    const int32_t* victims = hot.victims(misses);
+    if (victims == nullptr) return fault.report(state, request);
+    for (int64_t j = 0; j < misses; ++j) {
+      const int32_t id = ids[places[j]];
+      hot.fill(victims[j], id);
+      miss_ids[j] = id;
+      miss_slots[j] = slots[places[j]] = victims[j];
     }
   }
-  a.miss_counts[request] = static_cast<int32_t>(misses);
-
-  // 3. New order: untouched slots, then this step's misses, then its hits.
-  int32_t* next = std::copy(evictable + misses, evictable + evictable_count, order);
-  next = std::copy(evictable, evictable + misses, next);
-  std::copy(hits, hits + hit_count, next);
+  if (repeated || tail)
+    for (int64_t i = 0; i < wanted; ++i) {
+      if (ids[i] >= stable)
+        slots[i] = static_cast<int32_t>(a.capacity + (ids[i] - stable));
+      else if (ids[i] >= 0)
+        slots[i] = slots[hot.place(ids[i])];
+    }
+  pad();
 }
 
 int check(const Args& a) {
@@ -175,8 +244,8 @@ int run(const Args& a) {
   FirstFault fault;
   parallel_for(a.threads, a.requests, [&](int64_t request) { update_request(a, request, fault); });
   if (fault)
-    return invalid("lru_order[%lld] is not a permutation of 0 to %lld", static_cast<long long>(fault.where()),
-                   static_cast<long long>(a.capacity - 1));
+    return invalid("last_used[%lld] holds times later than the row's clock; legal: what earlier calls left there",
+                   static_cast<long long>(fault.where()));
   return SLUICE_OK;
 }
 

@@ -55,7 +55,8 @@ typedef struct {
   const int32_t* row_index;     // [requests], negative: request is skipped
   int64_t* last_generation;     // in/out [state_rows]
   int32_t* slot_to_token;       // in/out [state_rows, capacity]
-  int32_t* lru_order;           // in/out [state_rows, capacity], oldest first
+  int32_t* last_used;           // in/out [state_rows, capacity], by the row's clock
+  int32_t* clock;               // in/out [state_rows]
   int32_t* slots;               // out [rows, topk]
   int32_t* miss_ids;            // out [requests, miss_capacity]
   int32_t* miss_slots;          // out [requests, miss_capacity]

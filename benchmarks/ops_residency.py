@@ -1,0 +1,151 @@
+"""Residency against the reference system's algorithm, written plainly in C++ (plain_residency.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import Row, speedup_row, time_in_turns
+from benchmarks.ops_lim import i32
+from engine.ops import Residency, ResidencyState, native
+
+TOPK = 2048
+_CONTEXT = 131072
+_SETS = 64  # so many that what one step drops is long forgotten when it comes again
+_SOURCE = Path(__file__).resolve().parent / "plain_residency.cpp"
+_LIBRARY = Path(__file__).resolve().parent.parent / "build" / "bench" / "libplain_residency.so"
+
+
+@dataclass(frozen=True)
+class ResidencyShape:
+    """`drift` of a row's top-k is new in each step."""
+
+    capacity: int
+    drift: float
+    batch: int = 1
+
+    @property
+    def label(self) -> str:
+        """For result rows."""
+        return f"residency {self.capacity} slots, batch {self.batch}, {self.drift:.0%} new per step"
+
+
+SHAPES = (
+    ResidencyShape(4096, 0.1),
+    ResidencyShape(8192, 0.1),
+    ResidencyShape(8192, 0.1, batch=24),
+    ResidencyShape(8192, 0.5),
+    ResidencyShape(12288, 0.05),
+    ResidencyShape(16384, 0.1, batch=8),
+)
+
+
+class ResidencyBench:
+    """The same top-k sets for both algorithms, each with its own state."""
+
+    def __init__(self, shape: ResidencyShape) -> None:
+        self.shape = shape
+        rng, batch = torch.Generator().manual_seed(3), shape.batch
+        fresh = round(TOPK * shape.drift)
+        chosen = [torch.randperm(_CONTEXT, generator=rng)[:TOPK] for _ in range(batch)]
+        self.sets = []
+        for _ in range(_SETS):
+            for row in range(batch):
+                kept = chosen[row][torch.randperm(TOPK, generator=rng)[: TOPK - fresh]]
+                others = torch.randperm(_CONTEXT, generator=rng)[: 2 * TOPK]
+                new = others[~torch.isin(others, kept)][:fresh]
+                mixed = torch.cat([kept, new])
+                chosen[row] = mixed[torch.randperm(TOPK, generator=rng)]
+            self.sets.append(torch.stack(chosen).int())
+        self.stable = i32([_CONTEXT] * batch)
+        self.generations, self.rows = torch.ones(batch, dtype=torch.int64), torch.arange(batch).int()
+        self.state, self.out = ResidencyState.empty(batch, shape.capacity), Residency.empty(batch, TOPK)
+        self.plain_tokens = torch.full((batch, shape.capacity), -1, dtype=torch.int32)
+        self.plain_order = torch.arange(shape.capacity).int().repeat(batch, 1)
+        self.plain_out = Residency.empty(batch, TOPK)
+        self.mark, self.pos = torch.zeros(_CONTEXT, dtype=torch.int32), torch.zeros(_CONTEXT, dtype=torch.int32)
+        self.work, self.miss_pos = torch.zeros(3 * shape.capacity, dtype=torch.int32), torch.zeros(TOPK).int()
+        self.epoch = torch.zeros(1, dtype=torch.int32)
+        self._calls = self._ours(), self._plain()
+
+    def ours(self, run: int) -> None:
+        """One call of the operator."""
+        self._calls[0][run % _SETS]()
+
+    def plain(self, run: int) -> None:
+        """One call of the plain algorithm."""
+        self._calls[1][run % _SETS]()
+
+    def _ours(self) -> list[Callable[[], None]]:
+        """One call of the operator's C++ function per set of top-k."""
+        sizes = {"rows": self.shape.batch, "topk": TOPK, "requests": self.shape.batch, "miss_capacity": TOPK}
+        state = {"state_rows": self.shape.batch, "capacity": self.shape.capacity, **self.state._asdict()}
+        inputs = {"query_ends": None, "stable_prefix": self.stable, "generation": self.generations}
+        return [
+            native.prepare(
+                "lru_residency",
+                {"topk_ids": ids, "row_index": self.rows, **inputs, **state, **self.out._asdict(), **sizes},
+            )
+            for ids in self.sets
+        ]
+
+    def _plain(self) -> list[Callable[[], None]]:
+        """One call of the plain algorithm per set of top-k."""
+        function, out = _library(), self.plain_out
+        tensors = (
+            *(self.plain_tokens, self.plain_order, out.slots, out.miss_counts, out.miss_ids, out.miss_slots),
+            *(self.mark, self.pos, self.work, self.miss_pos, self.epoch),
+        )
+        sizes = [ctypes.c_int(size) for size in (self.shape.batch, TOPK, self.shape.capacity, _CONTEXT)]
+        return [partial(function, *_pointers((ids, self.stable)), *sizes, *_pointers(tensors)) for ids in self.sets]
+
+    def warm_up(self) -> tuple[float, float]:
+        """Fill both, and return the shares of misses of ours and of the plain algorithm over one round of the sets.
+
+        RuntimeError if a slot does not hold the position it stands for.
+        """
+        misses = [0, 0]
+        for step in range(2 * _SETS):
+            self.ours(step)
+            self.plain(step)
+            both = (self.state.slot_to_token, self.out), (self.plain_tokens, self.plain_out)
+            for i, (tokens, out) in enumerate(both):
+                if not torch.equal(tokens.gather(1, out.slots.long()), self.sets[step % _SETS]):
+                    raise RuntimeError(f"{self.shape.label}: a slot does not hold the position it stands for")
+                misses[i] += int(out.miss_counts.sum()) if step >= _SETS else 0
+        ours, plain = (count / (_SETS * self.shape.batch * TOPK) for count in misses)
+        return ours, plain
+
+
+def run(now: Callable[[], float], budget_s: float) -> list[Row]:
+    """Rows for all shapes; `budget_s` for each, timed with `now`."""
+    rows = []
+    for shape in SHAPES:
+        bench = ResidencyBench(shape)
+        ours, plain = bench.warm_up()
+        pair = time_in_turns(bench.ours, bench.plain, budget_s=budget_s, now=now, least=50)
+        note = f"{ours:.1%} misses, the reference's {plain:.1%}"
+        rows.append(speedup_row(f"{shape.label}: over the reference's algorithm", pair, 3.0, note))
+    return rows
+
+
+def _pointers(tensors: tuple[torch.Tensor, ...]) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+
+
+def _library() -> ctypes._CFuncPtr:
+    if not _LIBRARY.exists() or _LIBRARY.stat().st_mtime < _SOURCE.stat().st_mtime:
+        compiler = shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            raise RuntimeError("no C++ compiler (c++ or g++) on PATH; the residency baseline is compiled on the spot")
+        _LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+        flags = ["-O3", "-shared", "-fPIC"]  # those of the operators
+        subprocess.run([compiler, *flags, "-o", str(_LIBRARY), str(_SOURCE)], check=True, timeout=120)
+    return ctypes.CDLL(str(_LIBRARY)).plain_residency
