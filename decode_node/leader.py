@@ -203,10 +203,10 @@ class LeaderLoop:
                 self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, text), self._clock())
             return
         for row, verdict, draft in zip(rows, result.verdicts, result.drafts, strict=True):
-            if verdict.error:
-                self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, verdict.error), self._clock())
             for token in verdict.tokens:
                 self._scheduler.commit(row.request_id, _generated(token), self._clock())
+            if verdict.error:
+                self._scheduler.fail(row.request_id, Failure(FailureKind.INTERNAL, verdict.error), self._clock())
             self._scheduler.draft(row.request_id, draft)
 
     def _take_snapshot(self) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from engine.sampling import Sampled, SampleRow, SamplingError, sample
 
 
 class Verdict(NamedTuple):
-    """What one request's part of a step yields: its next tokens, at least one, or the reason why there is none."""
+    """What one request's part of a step yields: its next tokens, and the error that ended them, if one did."""
 
     tokens: tuple[Sampled, ...]
     error: str = ""
@@ -20,11 +21,11 @@ class Verdict(NamedTuple):
     @property
     def confirmed(self) -> int:
         """Drafted tokens that were right."""
-        return max(len(self.tokens) - 1, 0)
+        return max(len(self.tokens) - (not self.error), 0)
 
 
 def verify(rows: Sequence[StepRow], logits: Tensor) -> list[Verdict]:
-    """Samples behind every token of the step, with the request's own parameters, and keeps what follows right tokens.
+    """Samples behind the tokens of the step, with the request's own parameters, as long as they are right.
 
     A request's first token is known to be right; each further one is if it is what was sampled behind the one before.
     So the tokens kept are those that single-token steps would have sampled, whatever the drafts were
@@ -34,34 +35,26 @@ def verify(rows: Sequence[StepRow], logits: Tensor) -> list[Verdict]:
         rows: the requests' parts, [B].
         logits: [T, vocab] float32, T the tokens of all parts, in order.
     """
-    asked = [
-        SampleRow(row.request_id, row.sampling, row.position + 1 + index)
-        for row in rows
-        for index in range(len(row.tokens))
-    ]
-    sampled, errors = _sample(logits, asked)
-    verdicts, end = [], 0
-    for row in rows:
-        start, end = end, end + len(row.tokens)
-        if row.request_id in errors:
-            verdicts.append(Verdict((), errors[row.request_id]))
-            continue
-        kept = [sampled[start]]
-        for index, draft in enumerate(row.tokens[1:], start + 1):
-            if kept[-1].token != draft:
-                break
-            kept.append(sampled[index])
-        verdicts.append(Verdict(tuple(kept)))
-    return verdicts
-
-
-def _sample(logits: Tensor, asked: Sequence[SampleRow]) -> tuple[dict[int, Sampled], dict[str, str]]:
-    """By index, the tokens of the requests that can be sampled; by request id, why the others cannot."""
+    starts = list(itertools.accumulate((len(row.tokens) for row in rows), initial=0))
+    kept: list[list[Sampled]] = [[] for _ in rows]
     errors: dict[str, str] = {}
+    going = list(range(len(rows)))
+    while going:
+        asked = [SampleRow(rows[i].request_id, rows[i].sampling, rows[i].position + 1 + len(kept[i])) for i in going]
+        sampled = _sample(logits[[starts[i] + len(kept[i]) for i in going]], asked, errors)
+        going = [i for i in going if rows[i].request_id in sampled]
+        for i in going:
+            kept[i].append(sampled[rows[i].request_id])
+        going = [i for i in going if rows[i].tokens[len(kept[i]) :][:1] == (kept[i][-1].token,)]
+    return [Verdict(tuple(tokens), errors.get(row.request_id, "")) for row, tokens in zip(rows, kept, strict=True)]
+
+
+def _sample(logits: Tensor, asked: Sequence[SampleRow], errors: dict[str, str]) -> dict[str, Sampled]:
+    """By request id; why a request cannot be sampled is put into `errors`."""
     while good := [index for index, row in enumerate(asked) if row.request_id not in errors]:
-        chosen = logits if len(good) == len(asked) else logits[good]
+        rows = [asked[index] for index in good]
         try:
-            return dict(zip(good, sample(chosen, [asked[index] for index in good]), strict=True)), errors
+            return {row.request_id: token for row, token in zip(rows, sample(logits[good], rows), strict=True)}
         except SamplingError as error:
             errors.update((rid, f"request {rid}: {error.reason}") for rid in error.request_ids)
-    return {}, errors
+    return {}

@@ -132,17 +132,24 @@ def test_wrong_drafts_are_cut_off_where_they_go_wrong() -> None:
         StepRow("b", 1, 2, (7,), 3, 100, GREEDY),
         StepRow("c", 2, 3, (7, 10), 3, 100, GREEDY),
         StepRow("d", 3, 4, (7, 10), 3, 100, GREEDY),
+        StepRow("e", 4, 5, (7, 10, 11), 3, 100, GREEDY),
+        StepRow("f", 5, 6, (7, 99), 3, 100, GREEDY),
     ]
-    logits = torch.zeros(10, 120)
-    for index, token in enumerate([10, 11, 12, 13, 14, 10, 10, 11, 10, 11]):
+    logits = torch.zeros(15, 120)
+    for index, token in enumerate([10, 11, 12, 13, 14, 10, 10, 11, 10, 11, 10, 11, 12, 10, 11]):
         logits[index, token] = 1.0
-    logits[8] = float("nan")
-    a, b, c, d = verify(rows, logits)
+    logits[[8, 12, 14]] = float("nan")
+    a, b, c, d, e, f = verify(rows, logits)
     assert [token.token for token in a.tokens] == [10, 11, 12]
     assert [token.token for token in b.tokens] == [10]
     assert [token.token for token in c.tokens] == [10, 11]
     assert (a.confirmed, b.confirmed, c.confirmed) == (2, 0, 1)
     assert d.tokens == () and d.error == "request d: the model's logits are not finite numbers"
+    assert [token.token for token in e.tokens] == [10, 11] and e.error.startswith("request e: ")
+    assert [token.token for token in f.tokens] == [10] and not f.error, (
+        "what lies behind a wrong draft is not looked at"
+    )
+    assert (d.confirmed, e.confirmed, f.confirmed) == (0, 2, 0)
 
 
 def test_a_stop_token_among_right_drafts_is_the_last_one(checkpoint: Path, tmp_path: Path) -> None:
