@@ -17,6 +17,7 @@ from engine.config import SluiceConfig
 
 log = logging.getLogger(__name__)
 WORKER_SERVICE = "sluice.v1.WorkerService"
+_STARTUP_SLACK_S = 1.0  # what knows more about why a start takes too long speaks first
 MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 1M token ids is about 3 MiB on the wire
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -40,7 +41,8 @@ class WorkerProcess:
 
     Health is NOT_SERVING for "" and for every service until `set_ready`, and again from the moment a stop begins
     (test_not_serving_until_ready). The process stays registered: when the meta server does not know it (it was
-    restarted), it registers again. A refused registration ends the process, because it can never serve.
+    restarted), it registers again. A refused registration ends the process, because it can never serve. So does a start
+    that takes too long (test_a_start_that_hangs_ends_the_process): the wheels may wait without end for peers that died.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class WorkerProcess:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services: list[str] = ["", WORKER_SERVICE]
         self._heartbeat: asyncio.Task[None] | None = None
+        self._too_late: asyncio.TimerHandle | None = None
 
     def status(self) -> common_pb2.WorkerStatus:
         status = self._status()
@@ -78,9 +81,13 @@ class WorkerProcess:
         await self._server.start()
         self._watch_signals()
         self._heartbeat = asyncio.create_task(self._stay_registered())
+        patience = self.config.runtime.startup_timeout_s + _STARTUP_SLACK_S
+        self._too_late = asyncio.get_running_loop().call_later(patience, self._give_up_starting)
 
     async def set_ready(self) -> None:
         """Called once, when requests can be served."""
+        if self._too_late is not None:
+            self._too_late.cancel()
         self._watch_signals()  # again: MemCache's client sets its own handlers when it joins the pool
         self._ready = True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -100,6 +107,8 @@ class WorkerProcess:
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Leaves the registry and closes the server; running calls get `grace_s` seconds."""
+        if self._too_late is not None:
+            self._too_late.cancel()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -109,6 +118,10 @@ class WorkerProcess:
                 request = registry_pb2.LeaveRequest(worker_id=self.info.worker_id, epoch=self.info.epoch)
                 await registry_pb2_grpc.RegistryServiceStub(channel).Leave(request, timeout=1.0)
         await self._server.stop(grace_s)
+
+    def _give_up_starting(self) -> None:
+        detail = self._status().detail
+        self.fail(f"not ready within runtime.startup_timeout_s = {self.config.runtime.startup_timeout_s:g}: {detail}")
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()

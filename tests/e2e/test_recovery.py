@@ -25,6 +25,7 @@ QUICK: dict[str, object] = BASE | {
 }
 LENGTH, NEW_TOKENS = 200, 300
 LONG, LONG_NEW_TOKENS = 3000, 8
+BURST = range(100, 340, 10)
 
 
 class Asked:
@@ -79,6 +80,10 @@ def wait_busy(cluster: Cluster, role: str) -> str:
     return busy(cluster, role)
 
 
+def all_ready(cluster: Cluster, workers: int) -> bool:
+    return sum(worker.health == "ready" for worker in cluster.status().workers) == workers
+
+
 def reruns(cluster: Cluster) -> float:
     return cluster.status().counters["reruns_lost"]
 
@@ -87,7 +92,7 @@ def reruns(cluster: Cluster) -> float:
 def pairs(checkpoints: dict[str, Path]) -> Iterator[Cluster]:
     """Two prefill and two decode groups."""
     fields = QUICK | {"prefill.groups": 2, "decode.groups": 2}
-    with Cluster(checkpoints["glm_moe_dsa"], fields) as cluster:
+    with Cluster(checkpoints["glm_moe_dsa"], fields, may_hang=True) as cluster:
         yield cluster
 
 
@@ -107,6 +112,36 @@ def test_a_prompt_survives_its_prefill_worker(pairs: Cluster, oracles: dict[str,
     pairs.kill(wait_busy(pairs, "prefill"))
     assert_tokens_match(request.finish(), oracles["glm_moe_dsa"].greedy(prompt_of(LONG), LONG_NEW_TOKENS))
     assert reruns(pairs) >= before + 1
+    pairs.wait_idle()
+
+
+def test_a_stopped_decode_worker_is_passed_over(pairs: Cluster, oracles: dict[str, Oracle]) -> None:
+    """SIGSTOP: its connections stay, only its heartbeats end. When it goes on, nothing of the request is left on it."""
+    request = Asked(pairs, LENGTH, NEW_TOKENS)
+    pairs.wait_for(lambda: len(request.tokens) > 20, 60, lambda: "no tokens came")
+    stopped = pairs.pid_of(wait_busy(pairs, "decode"))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        tokens = request.finish()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert_tokens_match(tokens, oracles["glm_moe_dsa"].greedy(prompt_of(LENGTH), NEW_TOKENS))
+    pairs.wait_for(lambda: all_ready(pairs, 4), 30, lambda: "the stopped worker did not come back")
+    pairs.wait_idle()
+
+
+def test_one_death_in_a_burst_takes_nobody_along(pairs: Cluster, oracles: dict[str, Oracle]) -> None:
+    """Field failure B34. Every answer is right, and all other processes are the same as before."""
+    pairs.wait_for(lambda: all_ready(pairs, 4), 60, lambda: "a group of an earlier test has not come back")
+    pids = {worker.info.worker_id: worker.info.pid for worker in pairs.status().workers}
+    requests = [Asked(pairs, length, 40) for length in BURST]
+    pairs.wait_for(lambda: any(request.tokens for request in requests), 60, lambda: "no tokens came")
+    victim = wait_busy(pairs, "decode")
+    pairs.kill(victim)
+    for length, request in zip(BURST, requests, strict=True):
+        assert_tokens_match(request.finish(), oracles["glm_moe_dsa"].greedy(prompt_of(length), 40))
+    pairs.wait_for(lambda: all_ready(pairs, 4), 60, lambda: f"{victim} did not come back")
+    assert {name for name, pid in pids.items() if pairs.pid_of(name) != pid} == {victim}
     pairs.wait_idle()
 
 
@@ -130,13 +165,20 @@ def test_a_dead_worker_group_is_started_again_and_nobody_else(
 def test_a_prefill_group_that_comes_back_finishes_the_prompt(
     checkpoints: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
-    """The only one; it rejoins the pool. Then the meta server dies, and comes back too."""
-    with Cluster(checkpoints["glm_moe_dsa"], QUICK) as cluster:
+    """The only one; it rejoins the pool. Then the pool's service and the meta server die, and come back too."""
+    with Cluster(checkpoints["glm_moe_dsa"], QUICK, may_hang=True) as cluster:
         decode = cluster.pid_of("decode-0/dp0/tp0")
         request = Asked(cluster, LONG, LONG_NEW_TOKENS)
         cluster.kill(wait_busy(cluster, "prefill"))
         expected = oracles["glm_moe_dsa"].greedy(prompt_of(LONG), LONG_NEW_TOKENS)
         assert_tokens_match(request.finish(), expected)
+        cluster.wait_idle()
+
+        prefill = cluster.pid_of("prefill-0/tp0")
+        cluster.process_of("transfer.mem_pool_service").kill()
+        cluster.wait_for(lambda: cluster.said("starting memcache-meta again"), 20, lambda: "no pool service")
+        other = oracles["glm_moe_dsa"].greedy(prompt_of(700), LONG_NEW_TOKENS)
+        assert_tokens_match(cluster.complete(prompt_of(700), LONG_NEW_TOKENS, ignore_eos=True).tokens, other)
         cluster.wait_idle()
 
         request = Asked(cluster, LENGTH, NEW_TOKENS)
@@ -145,6 +187,7 @@ def test_a_prefill_group_that_comes_back_finishes_the_prompt(
         assert request.failed(), "its connection went with the meta server"
         cluster.wait_for(lambda: is_ready(cluster), 30, lambda: "the workers did not register again")
         assert cluster.pid_of("decode-0/dp0/tp0") == decode, "nobody else was restarted"
+        assert cluster.pid_of("prefill-0/tp0") == prefill
         cluster.wait_idle()
         assert_tokens_match(cluster.complete(prompt_of(LONG), LONG_NEW_TOKENS, ignore_eos=True).tokens, expected)
 

@@ -40,15 +40,19 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.LeaveResponse()
 
 
-def run(registry: Registry, body: Callable[[WorkerProcess, SluiceConfig], Awaitable[None]]) -> None:
+def run(
+    registry: Registry, body: Callable[[WorkerProcess, SluiceConfig], Awaitable[None]], startup_timeout_s: float = 60.0
+) -> None:
     async def main() -> None:
         server = grpc.aio.server()
         registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        config = load_config(LOCAL, [f"grpc.port={port}", "runtime.heartbeat_s=0.05"])
+        config = load_config(
+            LOCAL, [f"grpc.port={port}", "runtime.heartbeat_s=0.05", f"runtime.startup_timeout_s={startup_timeout_s}"]
+        )
         info = registry_pb2.WorkerInfo(worker_id="decode-0/dp0/tp0", epoch="e1")
-        process = WorkerProcess(config, info, lambda: common_pb2.WorkerStatus(running=3))
+        process = WorkerProcess(config, info, lambda: common_pb2.WorkerStatus(running=3, detail="opening the pool"))
         await process.start()
         try:
             await body(process, config)
@@ -106,3 +110,19 @@ def test_a_refused_worker_ends_with_the_reason() -> None:
         assert process.failure is not None and "kv.block_size 16 on decode, 32 on prefill" in process.failure
 
     run(registry, body)
+
+
+def test_a_start_that_hangs_ends_the_process() -> None:
+    """Field failure: after a pool member was killed, joining the pool may never return."""
+
+    async def hangs(process: WorkerProcess, _: SluiceConfig) -> None:
+        assert await process.run() == 1
+        assert process.failure == "not ready within runtime.startup_timeout_s = 0.1: opening the pool"
+
+    async def gets_ready(process: WorkerProcess, _: SluiceConfig) -> None:
+        await process.set_ready()
+        await asyncio.sleep(1.5)
+        assert process.failure is None
+
+    run(Registry(), hangs, startup_timeout_s=0.1)
+    run(Registry(), gets_ready, startup_timeout_s=0.1)
