@@ -55,6 +55,15 @@ def test_greedy_answers_equal_transformers(deployment: Deployment) -> None:
     assert 'sluice_worker_total{name="accepted_tokens",worker="decode-0/dp0/tp0"}' in cluster.get("/metrics").text
 
 
+def test_prompts_that_begin_alike(deployment: Deployment) -> None:
+    """One after the other, so that blocks kept of one prompt could serve the next, whatever follows them there."""
+    cluster, oracle = deployment
+    whole = prompt_of(700)
+    for prompt in (whole[:201], whole, whole, whole[:455], [*whole[:320], *prompt_of(50)]):
+        answer = cluster.complete(prompt, NEW_TOKENS, ignore_eos=True)
+        assert_tokens_match(answer.tokens, oracle.greedy(prompt, NEW_TOKENS))
+
+
 def test_sampled_answers_are_those_of_a_deployment_that_does_not_draft(tmp_path: Path) -> None:
     """Seeded, with int8 index keys, index reuse, and every layer in one of three buffers or in its own."""
     kinds = ["full", "shared", "full", "shared"]
