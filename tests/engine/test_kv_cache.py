@@ -63,6 +63,18 @@ def test_accounting_returns_to_zero() -> None:
     assert all(usage.used == 0 for usage in manager.usage().values())
 
 
+def test_what_fits_together_counts_what_each_holds_and_what_others_give_back() -> None:
+    manager = KVCacheManager({"main": CacheSpec(16, 8), "indexer": CacheSpec(16, 6)})
+    manager.allocate("a", 32)
+    manager.allocate("b", 16)
+    assert manager.can_allocate_together({"a": 48, "b": 48})
+    assert not manager.can_allocate_together({"a": 48, "b": 64}), "each would fit alone, but the indexer has 3 left"
+    assert manager.can_allocate("a", 80)
+    assert not manager.can_allocate("a", 96)
+    assert manager.can_allocate("a", 96, without={"b"})
+    assert manager.usage()["main"].used == 3, "a question changes nothing"
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_a_request_holds_ceil_tokens_over_block_size(tokens: int, blocks: int) -> None:
     manager = KVCacheManager({"main": CacheSpec(16, 3)})

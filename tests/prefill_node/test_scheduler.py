@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +208,15 @@ def test_written_blocks_cover_the_prompt_once():
             written.extend(chunk.written_blocks(BLOCK))
         scheduler.complete(plan)
     assert written == list(range(5))
+
+
+def test_resumed_requests_go_ahead_of_new_ones_and_are_never_refused():
+    scheduler, _ = make_scheduler(max_requests=1, max_waiting=1)
+    submit(scheduler, "first", 4)
+    scheduler.schedule()
+    submit(scheduler, "new", 4)
+    for name in ("again", "again too"):
+        scheduler.submit(dataclasses.replace(job(name, 4), resumed=True))
+        scheduler.set_routed(name)
+    order = [chunk[0] for step in run(scheduler) for chunk in step]
+    assert list(dict.fromkeys(order)) == ["first", "again", "again too", "new"]
