@@ -33,6 +33,11 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _switch(value: object) -> object:
+    """YAML reads a bare `on` as true."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 def _lower(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -79,6 +84,9 @@ class PrefillSection(Section):
     max_tokens_per_step: Positive = Field(512, description="token budget of one prefill step, over all its requests")
     max_requests: Positive = Field(16, description="requests computed together in one group")
     max_waiting: Positive = Field(256, description="requests queued in one group; further ones are refused with 429")
+    max_whole_tokens: Positive = Field(
+        8192, description="longest prompt computed in a single step, whatever its budget, while the pool is down"
+    )
     kv_blocks: Positive | None = Field(None, description="blocks of each layer buffer; from the HBM size if absent")
     threads: Positive = Field(1, description="compute threads per worker process")
 
@@ -125,6 +133,9 @@ class PoolSection(Section):
     config_port: Port = Field(0, description="MemCache config store; 0 = a free port")
     metrics_port: Port = Field(0, description="MemCache REST metrics; 0 = a free port")
     timeout_s: Seconds = Field(20.0, description="deadline of one pool operation")
+    checksum: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
+        "off", description="verify every block that is loaded from the pool; a wrong one is computed again"
+    )
 
 
 class HttpSection(Section):

@@ -22,10 +22,13 @@ from engine.model.loader import load_weights
 from engine.model.parallel import TensorParallelGroup
 from engine.model.shard import Shard
 from prefill_node.backend import PrefillBackend
+from prefill_node.block_keys import Writers
 from prefill_node.generation import GenerationWords
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.link import SourceInfo
+from prefill_node.pool_health import GuardedPool
 from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_objects import PoolObjects
 from prefill_node.pool_saver import PoolSaver
 from prefill_node.publisher import Publisher
 from prefill_node.rank import PrefillRank
@@ -36,6 +39,7 @@ from transfer.mem_pool import MemPool
 from transfer.memfabric import MemFabricEngine
 
 _CLOSE_S = 6.0
+LEASES_PER_STEP = 2  # what a step needs is leased for twice its longest time, and renewed at half of that
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,8 +51,10 @@ class RankParts:
     device: Device
     gate: ReuseGate
     publisher: Publisher
+    pool: GuardedPool
     loader: PoolLoader
     saver: PoolSaver
+    backend: PrefillBackend
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class RankPlan:
     model: ModelConfig
     shape: PrefillShape
     info: registry_pb2.WorkerInfo
+    group: int
     rendezvous: str  # where the group's ranks meet, a torch.distributed URL; unused with one rank
 
 
@@ -73,13 +80,21 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     decoder = _load(plan, stack, progress)
     progress("taking device memory")
     device = stack.enter_context(contextlib.closing(Device(info.device_id)))
-    buffers = LayerBuffers(device, shape.plan, shape.geometry, shape.kv_blocks, decoder.dtype)
+    buffers = LayerBuffers(
+        device,
+        shape.plan,
+        shape.geometry,
+        shape.kv_blocks,
+        decoder.dtype,
+        checksums=config.pool.checksum == "on",
+    )
     words = GenerationWords(buffers.generation_words)
     progress("opening the transfer engine")
     engine = _open_engine(plan, buffers, stack)
     progress("opening the pool")
-    pool = _open_pool(plan, buffers, stack)
-    stack.callback(_close_together, engine.close, pool.close)
+    joined = _open_pool(plan, buffers, stack)
+    stack.callback(_close_together, engine.close, joined.close)
+    pool = GuardedPool(joined)
     gate = ReuseGate(shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s)
     errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     publisher = Publisher(
@@ -106,20 +121,25 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     )
     saver = PoolSaver(
         pool,
+        PoolObjects(
+            pool,
+            Writers(plan.group, config.prefill.groups),
+            shape.object_layout.object_bytes,
+            lease_s=LEASES_PER_STEP * config.runtime.collective_timeout_s,
+        ),
         shape.object_layout,
         buffers,
         gate,
-        fingerprint=info.layout.fingerprint,
-        rank=info.tp_rank,
+        writes=info.tp_rank == 0,
         timeout_s=config.pool.timeout_s,
-        lease_s=config.runtime.request_timeout_s,
     )
     stack.callback(saver.close)
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
+    stack.callback(backend.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
     rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size, draft)
-    return RankParts(rank, device, gate, publisher, loader, saver)
+    return RankParts(rank, device, gate, publisher, pool, loader, saver, backend)
 
 
 def _close_together(*closes: Callable[[], None]) -> None:
@@ -177,6 +197,6 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStac
         timeout_s=math.ceil(config.pool.timeout_s / 2),  # an operation makes up to two calls to the meta service
     )
     stack.callback(pool.close)
-    for address, nbytes in buffers.regions():
+    for address, nbytes in buffers.pool_regions():
         pool.register(address, nbytes)
     return pool

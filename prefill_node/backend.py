@@ -16,7 +16,9 @@ from prefill_node.batch import StepBatch
 from prefill_node.layer_buffers import LayerBuffers, SlotTensors
 from prefill_node.link import Endpoint
 from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_objects import Held
 from prefill_node.pool_saver import PoolSaver
+from prefill_node.prefetch import Prefetcher
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Route, Routes
 from prefill_node.steps import Chunk
@@ -41,11 +43,13 @@ class PrefillBackend:
     """An `engine.model.attention.AttentionBackend` over layer buffers.
 
     Invariant "reuse gate": within `attend`, nothing is loaded or written into a layer's slot before the gate has been
-    waited for (test_nothing_is_written_before_the_gate_opens). Order per layer: gate, reload of earlier rows, new rows,
-    save and publish, attention; so the copies to the pool and to decode run while the layer attends.
+    waited for (test_nothing_is_written_before_the_gate_opens). Order per layer: gate, rows from the pool, new rows,
+    save and publish, attention, prefetch of the slot's next layer; so the copies from and to the pool and to decode run
+    while other layers are computed.
 
     A request that fails within a step is still computed, because every rank must run the same collectives, but nothing
-    more of it is published; the others are not affected. `errors` names the failed ones.
+    more of it is published; the others are not affected. `errors` names the failed ones, `pool_errors` those whose rows
+    the pool did not return.
     """
 
     def __init__(
@@ -58,24 +62,25 @@ class PrefillBackend:
         loader: PoolLoader,
         saver: PoolSaver,
     ) -> None:
-        self._config, self._buffers, self._gate = config, buffers, gate
+        self._config, self._buffers = config, buffers
         self._publisher, self._routes, self._loader, self._saver = publisher, routes, loader, saver
         self._plan = buffers.plan
+        self._prefetcher = Prefetcher(buffers.plan, gate, loader)
         self._batch: StepBatch | None = None
         self._topk: Tensor | None = None  # [T, topk] of the last layer with an indexer
-        self._earlier: dict[str, tuple[int, ...]] = {}  # request id -> pool addresses of the blocks before its chunk
+        self._earlier: dict[str, Held] = {}  # request id -> pool objects of the blocks before its chunk, where needed
         self.errors: dict[str, str] = {}
+        self.pool_errors: dict[str, str] = {}
 
     def begin(self, batch: StepBatch) -> None:
         """Called before the forward pass over `batch`. Raises PoolStuck."""
-        self._batch, self._topk, self.errors = batch, None, {}
-        self._earlier = self._locate(batch.chunks) if self._plan.has_reuse else {}
+        self._batch, self._topk, self.errors, self.pool_errors = batch, None, {}, {}
+        self._earlier = self._hold(batch.chunks)
         self._saver.begin_step(batch.chunks)
+        self._prefetcher.begin(batch.chunks, self._earlier)
 
     def end(self) -> None:
         """Called after the forward pass."""
-        if self._batch is not None:
-            self._saver.end_step(self._batch.chunks)
         self._batch = self._topk = None
 
     def attend(
@@ -94,7 +99,7 @@ class PrefillBackend:
             self._topk = self._select(buffer, batch, indexer)
         if self._topk is None:
             raise RuntimeError(f"layer {layer} reuses a top-k, but no layer before it has an indexer")
-        return sparse_flash_attention(
+        attended = sparse_flash_attention(
             q_nope,
             q_rope,
             buffer.ckv,
@@ -104,14 +109,25 @@ class PrefillBackend:
             self._topk,
             self._config.softmax_scale,
         )
+        self._prefetcher.computed(layer)
+        return attended
+
+    @property
+    def load_wait_seconds(self) -> float:
+        """How long layers have waited for their rows from the pool."""
+        return self._prefetcher.wait_seconds
+
+    def close(self) -> None:
+        self._prefetcher.close()
 
     def store(self, layer: int, rows: KvRows) -> None:
         """The part of `attend` before attention: the step's rows of `layer` are written, saved and published."""
         batch, buffer = self._current(), self._buffers.of_layer(layer)
-        self._gate.wait(self._plan.slot_of_layer[layer])  # what failed has been reported by the saver and the publisher
-        if self._plan.is_reused(layer):
-            self.errors.update(self._loader.load(layer, self._healthy(), self._earlier))
+        self.pool_errors.update(self._prefetcher.ready(layer))
         self._write(buffer, batch, rows)
+        if layer == self._plan.num_layers - 1:
+            self._confirm()
+        self._seal(layer, batch)
         self._saver.save(layer, batch.chunks)
         self._publish(layer)
 
@@ -121,18 +137,38 @@ class PrefillBackend:
         return self._batch
 
     def _healthy(self) -> list[Chunk]:
-        return [chunk for chunk in self._current().chunks if chunk.request_id not in self.errors]
+        failed = self.errors.keys() | self.pool_errors.keys()
+        return [chunk for chunk in self._current().chunks if chunk.request_id not in failed]
 
-    def _locate(self, chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:
-        """Where the earlier rows of later chunks are; a request whose rows are lost fails."""
-        found = {}
+    def _hold(self, chunks: Sequence[Chunk]) -> dict[str, Held]:
+        """Pins the rows that chunks need from the pool; a request whose rows are not there fails."""
+        held = {}
         for chunk in chunks:
-            blocks = chunk.written_blocks(self._buffers.geometry.block_size).start
+            if not chunk.start or not (self._plan.has_reuse or chunk.takes_prefix):
+                continue
+            blocks = chunk.start // self._buffers.geometry.block_size
+            keys = chunk.keys[:blocks]
+            if len(keys) < blocks:
+                raise RuntimeError(f"request {chunk.request_id!r}: a chunk from {chunk.start} without its earlier rows")
             try:
-                found[chunk.request_id] = self._saver.addresses(chunk.request_id, blocks) if blocks else ()
+                held[chunk.request_id] = self._saver.hold(chunk.request_id, keys)
             except PoolError as error:
-                self.errors[chunk.request_id] = str(error)
-        return found
+                self.pool_errors[chunk.request_id] = f"request {chunk.request_id!r}: {error}"
+        return held
+
+    def _confirm(self) -> None:
+        """Before the step's results count: what was loaded in it was what it should have been."""
+        for chunk in self._healthy():
+            held = self._earlier.get(chunk.request_id)
+            if held and (error := self._loader.confirm(chunk.request_id, held)):
+                self.pool_errors[chunk.request_id] = error
+
+    def _seal(self, layer: int, batch: StepBatch) -> None:
+        """Writes the checksums of the blocks that are going to be saved."""
+        block_size = self._buffers.geometry.block_size
+        for chunk in batch.chunks:
+            blocks = slice(chunk.start // block_size, len(chunk.keys))
+            self._buffers.seal(layer, chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
 
     def _write(self, buffer: SlotTensors, batch: StepBatch, rows: KvRows) -> None:
         buffer.ckv.view(-1, rows.ckv.shape[-1]).index_copy_(0, batch.main_slots, rows.ckv)
@@ -168,7 +204,7 @@ class PrefillBackend:
 
     def _entry(self, layer: int, chunk: Chunk, route: Route) -> wire_pb2.ReadEntry:
         block_size = self._buffers.geometry.block_size
-        blocks = chunk.written_blocks(block_size)
+        blocks = chunk.published_blocks(block_size)
         start = max(blocks.start, min(route.cached_tokens // block_size, blocks.stop))
         has_indexer = self._config.has_indexer(layer)
         return wire_pb2.ReadEntry(

@@ -11,7 +11,8 @@ from sluice.v1 import wire_pb2
 from torch import Tensor
 
 from engine.indexer_cache import IndexerCache
-from prefill_node.geometry import REGION_ALIGNMENT, KvGeometry
+from prefill_node import block_checksums
+from prefill_node.geometry import REGION_ALIGNMENT, KvGeometry, round_up
 from prefill_node.plan import LayerBufferPlan
 from prefill_node.pool_layout import TensorAddress
 from transfer.layout import INDEXER_KINDS, MAIN_KINDS
@@ -46,20 +47,36 @@ class LayerBuffers:
     """
 
     def __init__(
-        self, allocator: Allocator, plan: LayerBufferPlan, geometry: KvGeometry, num_blocks: int, dtype: torch.dtype
+        self,
+        allocator: Allocator,
+        plan: LayerBufferPlan,
+        geometry: KvGeometry,
+        num_blocks: int,
+        dtype: torch.dtype,
+        *,
+        checksums: bool = False,
     ) -> None:
-        """Allocates. Raises what the allocator raises when the device is full."""
+        """Allocates; with `checksums` also a word for each block. Raises what the allocator raises when it is full."""
         self.plan = plan
         self.geometry = geometry
         self.num_blocks = num_blocks
         self._dtype = dtype
         self._regions: list[Tensor] = []
         self.slots = tuple(self._slot(allocator, layers) for layers in plan.slots)
+        self._checksums = allocator.empty((plan.num_slots, num_blocks), torch.int32) if checksums else None
         self.generation_words = allocator.empty((plan.num_slots,), torch.int64)  # for GenerationWords to fill
 
     def regions(self) -> list[tuple[int, int]]:
         """`(address, bytes)` of the KV memory, one region per slot, in whole 2 MiB pages."""
         return [(region.data_ptr(), region.numel()) for region in self._regions]
+
+    def pool_regions(self) -> list[tuple[int, int]]:
+        """`(address, bytes)` of the memory that is copied from and to the pool."""
+        sums = self._checksums
+        return [
+            *self.regions(),
+            *([(sums.data_ptr(), round_up(sums.nbytes, REGION_ALIGNMENT))] if sums is not None else []),
+        ]
 
     def generation_region(self) -> tuple[int, int]:
         """`(address, bytes)` of the page that holds the generation words."""
@@ -70,8 +87,24 @@ class LayerBuffers:
         return self.slots[self.plan.slot_of_layer[layer]]
 
     def addresses(self, layer: int) -> tuple[TensorAddress, ...]:
-        """Where the tensors of `layer`'s slot lie, in the order of a pool object's parts."""
+        """Where the tensors of `layer`'s slot lie."""
         return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in self.of_layer(layer).tensors)
+
+    def pool_addresses(self, layer: int) -> tuple[TensorAddress, ...]:
+        """Where the parts of `layer`'s pool objects lie: its own tensors, and the words of its checksums."""
+        words = self._words(layer)
+        tensors = self._own(layer) if words is None else (*self._own(layer), words)
+        return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in tensors)
+
+    def seal(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
+        """Notes the checksums of blocks that were written completely; without checksums nothing."""
+        if (words := self._words(layer)) is not None:
+            block_checksums.seal(words, self._own(layer), main_blocks, indexer_blocks)
+
+    def broken_blocks(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> list[int]:
+        """Indices of the blocks that are not as they were sealed; without checksums none."""
+        words = self._words(layer)
+        return [] if words is None else block_checksums.broken(words, self._own(layer), main_blocks, indexer_blocks)
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""
@@ -87,6 +120,15 @@ class LayerBuffers:
             ]
             layouts.append(wire_pb2.LayerLayout(layer=layer, slot=self.plan.slot_of_layer[layer], tensors=tensors))
         return layouts
+
+    def _own(self, layer: int) -> tuple[Tensor, ...]:
+        """The tensors of its slot that `layer` uses."""
+        tensors = self.of_layer(layer).tensors
+        return tensors if layer in self.geometry.indexer_layers else tensors[: len(MAIN_KINDS)]
+
+    def _words(self, layer: int) -> Tensor | None:
+        """[blocks] int32 checksums of the layer's slot."""
+        return None if self._checksums is None else self._checksums[self.plan.slot_of_layer[layer]]
 
     def _slot(self, allocator: Allocator, layers: tuple[int, ...]) -> SlotTensors:
         geometry = self.geometry

@@ -25,8 +25,10 @@ from prefill_node.scheduler import PrefillJob, PrefillScheduler, Refused
 from prefill_node.steps import (
     Drop,
     OpenRoute,
+    PrefixFound,
     RequestErrors,
     RouteOpened,
+    StartOver,
     StepDone,
     StepPlan,
     Stop,
@@ -45,6 +47,8 @@ class LeaderCounters(NamedTuple):
     prompts: int = 0  # first tokens sampled
     failed: int = 0
     tokens: int = 0  # prompt tokens computed
+    cached_tokens: int = 0  # prompt tokens taken from the pool instead
+    started_over: int = 0  # requests computed again because the pool did not return their rows
     steps: int = 0
     step_seconds: float = 0.0
 
@@ -64,6 +68,7 @@ class _Request:
     attempt: int
     arrived: float
     unrouted: set[int]  # ranks that have no route to its destination yet
+    asked: float = 0.0  # when the pool was asked for its prefix; 0 = not, or answered
     started: float = 0.0
 
 
@@ -81,8 +86,10 @@ class PrefillLeader:
         *,
         tp_size: int,
         step_timeout_s: float,
+        look_up_timeout_s: float = 5.0,
     ) -> None:
-        """`step_timeout_s`: how long the other ranks may need to finish a step."""
+        """How long the other ranks may need to finish a step, and how long a request waits for the pool's look-up."""
+        self._look_up_timeout_s = look_up_timeout_s
         self._scheduler, self._rank, self._channel = scheduler, rank, channel
         self._tp_size, self._step_timeout_s = tp_size, step_timeout_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -137,7 +144,11 @@ class PrefillLeader:
             self._take_report(rank, report)
         for request_id, text in self._scheduler.expire(time.monotonic()).items():
             self._end(request_id, PrefillFailure(FailureKind.EXPIRED, text))
+        self._look_up()
         plan = self._scheduler.schedule()
+        for request_id, text in self._scheduler.stranded().items():
+            self._end(request_id, PrefillFailure(FailureKind.LOST, text))
+            plan = None  # it may be of this request; the next round makes another one
         if plan is None:
             self._sleep()
             return
@@ -148,7 +159,7 @@ class PrefillLeader:
             self._inbox.get()()
 
     def _sleep(self) -> None:
-        opening = any(request.unrouted for request in self._requests.values())
+        opening = any(request.unrouted or request.asked for request in self._requests.values())
         try:
             self._inbox.get(timeout=_BUSY_POLL_S if opening else _IDLE_S)()
         except queue.Empty:
@@ -178,6 +189,8 @@ class PrefillLeader:
         match report:
             case RouteOpened():
                 self._take_route(rank, report)
+            case PrefixFound():
+                self._take_prefix(report)
             case RequestErrors(errors=errors):
                 self._lose(errors)
             case StepDone():
@@ -196,6 +209,24 @@ class PrefillLeader:
         if not request.unrouted:
             self._scheduler.set_routed(report.request_id)
 
+    def _look_up(self) -> None:
+        """Asks the pool for the prompts that come next; who waits too long for the answer goes on without it."""
+        now = time.monotonic()
+        for job in self._scheduler.to_look_up():
+            request = self._requests[job.request_id]
+            request.asked = now
+            self._rank.look_up(job.request_id, job.keys, request.attempt)
+        for request_id, request in self._requests.items():
+            if request.asked and now - request.asked > self._look_up_timeout_s:
+                request.asked = 0.0
+                self._scheduler.set_prefix(request_id, None)
+
+    def _take_prefix(self, report: PrefixFound) -> None:
+        request = self._requests.get(report.request_id)
+        if request is not None and request.attempt == report.attempt:
+            request.asked = 0.0
+            self._scheduler.set_prefix(report.request_id, report.blocks)
+
     def _step(self, plan: StepPlan) -> None:
         started = time.monotonic()
         for chunk in plan.chunks:
@@ -204,21 +235,53 @@ class PrefillLeader:
         ending = [chunk.request_id for chunk in plan.chunks if chunk.is_last]
         plan = replace(plan, sampling={rid: self._requests[rid].params for rid in ending})
         self._done_ranks.clear()
+        if self._tp_size > 1:
+            self._rank.settle()  # the other ranks look for what this one has saved
         self._channel.broadcast(plan)
         result = self._rank.run(plan)
-        errors = {**self._await_ranks(plan), **result.errors}
-        wanted = {rid: params for rid, params in plan.sampling.items() if rid not in errors}
+        others = self._await_ranks(plan)
+        unloaded = dict(result.pool_errors)
+        errors: dict[str, str] = dict(result.errors)
+        for other in others:
+            errors = {**other.errors, **errors}
+            unloaded = {**other.pool_errors, **unloaded}
+        self._rank.finish(plan, {*errors, *unloaded})
+        lost = errors.keys() | unloaded.keys()
+        wanted = {rid: params for rid, params in plan.sampling.items() if rid not in lost}
         first_tokens, unsampled = sample_first_tokens(result.ending, result.logits, wanted)
-        ended = self._scheduler.complete(plan)
+        cached = {chunk.request_id: self._scheduler.cached_tokens(chunk.request_id) for chunk in plan.chunks}
+        restarted = self._start_over(plan, {key: text for key, text in unloaded.items() if key not in errors})
+        ended = self._scheduler.complete(plan, started_over=restarted)
         seconds = time.monotonic() - started
-        self._count(tokens=plan.num_tokens, steps=1, step_seconds=seconds)
-        self._lose(errors)
+        taken = sum(chunk.start for chunk in plan.chunks if chunk.takes_prefix and chunk.request_id not in restarted)
+        self._count(tokens=plan.num_tokens, cached_tokens=taken, steps=1, step_seconds=seconds)
+        self._lose({**{key: text for key, text in unloaded.items() if key not in restarted}, **errors})
         for request_id in ended:
             if done := self._requests.get(request_id):
-                self._end(request_id, self._outcome(done, first_tokens.get(request_id), unsampled.get(request_id, "")))
+                token, failure = first_tokens.get(request_id), unsampled.get(request_id, "")
+                self._end(request_id, self._outcome(done, token, failure, cached[request_id]))
 
-    def _await_ranks(self, plan: StepPlan) -> Mapping[str, str]:
-        """Errors of the other ranks, which finish together with this one. Raises RankLost."""
+    def _start_over(self, plan: StepPlan, unloaded: Mapping[str, str]) -> set[str]:
+        """Requests whose rows the pool did not return begin again without it; which ones do.
+
+        Decode takes blocks of a request again until a rank has told it that the request is complete. With several ranks
+        one may have done so in a prompt's last step, when another could not; such a request fails, and whoever sent it
+        can send it again.
+        """
+        restarted = set()
+        for chunk in plan.chunks:
+            told = chunk.is_last and self._tp_size > 1
+            if chunk.request_id in unloaded and not told and self._scheduler.start_over(chunk.request_id):
+                restarted.add(chunk.request_id)
+                log.warning("%s; it is computed again without the pool", unloaded[chunk.request_id])
+        if restarted:
+            self._rank.start_over(tuple(restarted))
+            self._channel.broadcast(StartOver(tuple(restarted)))
+            self._count(started_over=len(restarted))
+        return restarted
+
+    def _await_ranks(self, plan: StepPlan) -> list[StepDone]:
+        """Reports of the other ranks, which finish together with this one. Raises RankLost."""
         deadline = time.monotonic() + self._step_timeout_s
         while len(self._done_ranks) < self._tp_size - 1:
             for rank, report in self._channel.reports():
@@ -227,15 +290,13 @@ class PrefillLeader:
                 if time.monotonic() >= deadline:
                     raise RankLost(f"TP ranks {sorted(missing)} did not finish step {plan.number} in time")
                 time.sleep(_BUSY_POLL_S)
-        errors: dict[str, str] = {}
-        for report in self._done_ranks.values():
-            errors.update(report.errors)
-        return errors
+        return list(self._done_ranks.values())
 
-    def _outcome(self, request: _Request, token: Sampled | None, failure: str) -> Outcome:
+    def _outcome(self, request: _Request, token: Sampled | None, failure: str, cached_tokens: int) -> Outcome:
         if token is None:
             return PrefillFailure(FailureKind.MODEL, failure)
-        return PrefillResult(token, request.started - request.arrived, time.monotonic() - request.started)
+        started = request.started
+        return PrefillResult(token, started - request.arrived, time.monotonic() - started, cached_tokens)
 
     def _lose(self, errors: Mapping[str, str]) -> None:
         for request_id, text in errors.items():

@@ -50,7 +50,7 @@ def _plan(config: SluiceConfig, place: Place, rendezvous: str) -> RankPlan:
     model = served_model(config)
     check_against_model(config, model)
     shape = prefill_shape(config, model)
-    return RankPlan(config, model, shape, worker_info(config, model, shape, place), rendezvous)
+    return RankPlan(config, model, shape, worker_info(config, model, shape, place), place.group, rendezvous)
 
 
 async def _serve(plan: RankPlan) -> int:

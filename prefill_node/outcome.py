@@ -31,6 +31,7 @@ class PrefillResult:
     first_token: Sampled
     queue_seconds: float  # arrival to first step
     compute_seconds: float  # first step to first token
+    cached_tokens: int = 0  # prompt tokens whose KV came from the pool
 
 
 Outcome = PrefillResult | PrefillFailure

@@ -36,6 +36,12 @@ class PoolClient(Protocol):
     def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
         """Protects finished objects from eviction; their addresses, None where an object is gone."""
 
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects are finished and still there."""
+
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        """Addresses of finished objects at this moment, without a lease."""
+
     def release(self, keys: Sequence[str]) -> None:
         """Ends the leases."""
 

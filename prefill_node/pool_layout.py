@@ -1,7 +1,8 @@
-"""How a block's bytes lie in its pool object, and what the object is called. Pure: no tensors, no I/O.
+"""How a block's bytes lie in its pool object. Pure: no tensors, no I/O.
 
-One object holds one block of one request over *all* layers, layer after layer, and within a layer ckv, k_rope and,
-where the layer owns an indexer, its keys and their scales. A layer's part can be copied alone, in either direction.
+One object holds one block of a prompt over *all* layers, layer after layer, and within a layer ckv, k_rope and, where
+the layer owns an indexer, its keys and their scales; with checksums one word over these. A layer's part can be copied
+alone, in either direction.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from prefill_node.geometry import KvGeometry
+
+CHECKSUM_BYTES = 4  # of one block of one layer
 
 
 class Copy(NamedTuple):
@@ -31,20 +34,15 @@ class TensorAddress(NamedTuple):
     block_bytes: int
 
 
-def object_key(fingerprint: str, request_id: str, block_index: int, rank: int) -> str:
-    """Name of a block's object. The request id may later give way to a hash of the tokens up to the block's end."""
-    return f"{fingerprint}@{request_id}@{block_index}@{rank}"
-
-
 class PoolObjectLayout:
     """Offsets of every layer's tensors within one object of `object_bytes` bytes."""
 
-    def __init__(self, geometry: KvGeometry, num_layers: int) -> None:
+    def __init__(self, geometry: KvGeometry, num_layers: int, *, checksums: bool = False) -> None:
         self._parts: list[tuple[tuple[int, int], ...]] = []
         end = 0
         for layer in range(num_layers):
             parts = []
-            for size in geometry.layer_block(layer):
+            for size in (*geometry.layer_block(layer), CHECKSUM_BYTES * checksums):
                 if size:
                     parts.append((end, size))
                     end += size
@@ -52,7 +50,7 @@ class PoolObjectLayout:
         self.object_bytes = end
 
     def parts(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """`(offset, bytes)` of the layer's ckv, k_rope and, if it owns an indexer, keys and scales."""
+        """`(offset, bytes)` of the layer's ckv, k_rope, keys and scales if it owns an indexer, and checksum."""
         return self._parts[layer]
 
     def copy(

@@ -1,4 +1,4 @@
-"""Saves every layer's new blocks to the pool, and knows where a request's blocks lie there."""
+"""Saves every layer's new blocks to the pool, finds prompts' blocks there, and pins what requests use."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.pool_client import PoolClient, PoolThread
-from prefill_node.pool_layout import Copy, PoolObjectLayout, object_key
+from prefill_node.pool_layout import Copy, PoolObjectLayout
+from prefill_node.pool_objects import NOTHING, Held, PoolObjects
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
@@ -21,101 +22,115 @@ log = logging.getLogger(__name__)
 
 
 class SaveCounters(NamedTuple):
-    objects: int  # held now
-    object_bytes: int  # held now
+    objects: int  # in use now: being written or leased
+    object_bytes: int  # in use now
+    objects_saved: int  # finished; whether they still are in the pool is the pool's business
     bytes_saved: int
     save_seconds: float
     failed_requests: int  # requests that are not (completely) in the pool
 
 
-@dataclass
-class _Saved:
-    """One request's objects. Touched by the pool thread only, except `error`, which is only ever set once."""
-
-    keys: list[str] = field(default_factory=list)  # by block index
-    addresses: list[int] = field(default_factory=list)
-    finished: int = 0  # leading objects that are complete
-    error: str = ""  # why the request is not in the pool
-
-
 class PoolSaver:
-    """Layer-by-layer saves on a thread of their own.
+    """Pool calls other than loads, on a thread of their own, in the order in which the engine thread asks for them.
 
-    One object per (request, block): allocated in the step that writes the block, saved layer by layer, finished and
-    leased after its last layer, removed when the request ends. Calls are made by the engine thread; pool calls run in
-    the order of those calls. Each TP rank saves objects of its own: a MemCache client finds an address only if it
-    allocated or leased the object itself, and takes it for the old one's when another client has removed that.
+    One object per block of a prompt: allocated in the step that writes the block, saved layer by layer, finished after
+    its step if no rank had an error with the request. TP ranks compute equal rows, so rank 0 alone writes; the others
+    (`writes` false) find and lease what it has finished.
 
-    Invariant: for every save added to the gate, `gate.done` is called when the pool has stopped reading the buffer,
-    whether it failed or not (test_a_failed_save_opens_the_gate). A request whose save failed stays out of the pool; the
-    others are not affected.
+    Invariants: for every save added to the gate, `gate.done` is called when the pool has stopped reading the buffer,
+    whether it failed or not (test_a_failed_save_opens_the_gate). Rows that may be wrong are never finished
+    (test_rows_of_a_failed_request_are_not_shared). A request whose save failed stays out of the pool; the others are
+    not affected.
     """
 
     def __init__(
         self,
         pool: PoolClient,
+        objects: PoolObjects,
         layout: PoolObjectLayout,
         buffers: LayerBuffers,
         gate: ReuseGate,
         *,
-        fingerprint: str,
-        rank: int,
+        writes: bool,
         timeout_s: float,
-        lease_s: float,
     ) -> None:
-        """`timeout_s` bounds every pool call, `lease_s` is how long a request may need its objects."""
-        self._pool, self._layout, self._buffers, self._gate = pool, layout, buffers, gate
-        self._fingerprint, self._rank = fingerprint, rank
-        self._timeout_s, self._lease_ms = timeout_s, int(lease_s * 1000)
+        """`timeout_s` bounds every pool call."""
+        self._pool, self._objects, self._layout, self._buffers, self._gate = pool, objects, layout, buffers, gate
+        self._writes, self._timeout_s = writes, timeout_s
         self._thread = PoolThread("pool-saver", timeout_s)
-        self._requests: dict[str, _Saved] = {}
+        self._writing: dict[str, dict[int, tuple[str, int]]] = {}  # request id -> block -> key, address; of this step
+        self._errors: dict[str, str] = {}  # request id -> why it is not in the pool
         self._idents = itertools.count(1)
-        self._lock = threading.Lock()  # counters and the map
-        self._objects = self._bytes_saved = self._failed = 0
+        self._lock = threading.Lock()  # of the counters
+        self._held = self._saved = self._bytes_saved = self._failed = 0
         self._save_seconds = 0.0
 
+    def look_up(self, request_id: str, keys: Sequence[str], reply: Callable[[int | None], None]) -> None:
+        """Tells, on the pool's thread, how many leading blocks are in the pool; they are held until `release`.
+
+        None when the pool does not answer.
+        """
+
+        def find() -> None:
+            try:
+                found: int | None = self._objects.find(request_id, keys)
+            except PoolError as error:
+                log.warning("request %s: its prompt was not looked up in the pool: %s", request_id, error)
+                found = None
+            self._count_held()
+            reply(found)
+
+        self._thread.submit(find)
+
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
-        """Allocates the objects of the blocks that `chunks` write."""
-        with self._lock:
-            for chunk in chunks:
-                self._requests.setdefault(chunk.request_id, _Saved())
-        self._thread.submit(lambda: self._alloc(chunks))
+        """Allocates the objects of the full blocks that `chunks` write."""
+        if self._writes and any(chunk.keys for chunk in chunks):
+            self._thread.submit(lambda: self._begin(chunks))
 
     def save(self, layer: int, chunks: Sequence[Chunk]) -> None:
         """Saves the blocks which `chunks` have written of `layer`; its slot's gate is closed until that is done."""
+        if not self._writes or not any(chunk.keys for chunk in chunks):
+            return
         slot = self._buffers.plan.slot_of_layer[layer]
         consumer = Consumer("save", next(self._idents))
         self._gate.add(slot, consumer, time.monotonic() + self._timeout_s)
         self._thread.submit(lambda: self._save(layer, slot, consumer, chunks))
 
-    def end_step(self, chunks: Sequence[Chunk]) -> None:
-        """The blocks' last layer has been saved: finishes and leases their objects."""
-        self._thread.submit(lambda: self._finish(chunks))
+    def end_step(self, chunks: Sequence[Chunk], failed: Collection[str]) -> None:
+        """The blocks' last layer was saved: finishes their objects, or gives back those of `failed` requests."""
+        if self._writes:
+            self._thread.submit(lambda: self._end(chunks, failed))
 
-    def addresses(self, request_id: str, blocks: int) -> tuple[int, ...]:
-        """Pool addresses of the request's first `blocks` blocks, after waiting for their saves.
+    def hold(self, request_id: str, keys: Sequence[str]) -> Held:
+        """Where these blocks lie, after all saves asked for so far.
 
         Raises PoolError when they are not all in the pool, PoolStuck when the pool does not answer.
         """
+        if not keys:
+            return NOTHING
 
-        def look_up() -> tuple[int, ...]:
-            saved = self._requests.get(request_id, _Saved())
-            if saved.error or saved.finished < blocks:
-                cause = saved.error or f"only {saved.finished} of its first {blocks} blocks were saved"
-                raise PoolError(f"request {request_id!r}: its earlier rows are not in the pool: {cause}")
-            return tuple(saved.addresses[:blocks])
+        def find() -> Held:
+            if cause := self._errors.get(request_id):
+                raise PoolError(f"its earlier rows are not in the pool: {cause}")
+            held = self._objects.hold(request_id, keys)
+            self._count_held()
+            return held
 
-        return self._thread.run(f"save the blocks of request {request_id!r}", look_up)
+        return self._thread.run(f"find the blocks of request {request_id!r}", find)
 
-    def release(self, request_id: str) -> None:
-        """The request is over: removes its objects after the saves that are under way."""
-        self._thread.submit(lambda: self._remove(request_id))
+    def release(self, request_id: str, *, distrust: bool = False) -> None:
+        """The request is over: gives its objects back, after the saves under way; they stay in the pool.
+
+        With `distrust` those it used are removed: what was read from one of them was wrong.
+        """
+        self._thread.submit(lambda: self._release(request_id, distrust))
 
     def counters(self) -> SaveCounters:
         with self._lock:
             return SaveCounters(
-                self._objects,
-                self._objects * self._layout.object_bytes,
+                self._held,
+                self._held * self._layout.object_bytes,
+                self._saved,
                 self._bytes_saved,
                 self._save_seconds,
                 self._failed,
@@ -133,20 +148,23 @@ class PoolSaver:
     def close(self) -> None:
         self._thread.close()
 
-    def _alloc(self, chunks: Sequence[Chunk]) -> None:
+    def _begin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            blocks = chunk.written_blocks(self._buffers.geometry.block_size)
-            keys = [object_key(self._fingerprint, chunk.request_id, block, self._rank) for block in blocks]
-
-            def alloc(saved: _Saved, keys: list[str] = keys) -> None:
-                sizes = [self._layout.object_bytes] * len(keys)
-                addresses = self._pool.alloc(keys, sizes, wait_s=self._timeout_s / 4)
-                saved.keys.extend(keys)
-                saved.addresses.extend(addresses)
-                with self._lock:
-                    self._objects += len(keys)
-
-            self._attempt(chunk.request_id, alloc)
+            blocks = [
+                block for block in chunk.written_blocks(self._buffers.geometry.block_size) if block < len(chunk.keys)
+            ]
+            if not blocks or chunk.request_id in self._errors:
+                continue
+            wait_s = self._timeout_s / 4 if self._buffers.plan.has_reuse and not chunk.is_last else 0.0
+            try:
+                new = self._objects.begin(chunk.request_id, [chunk.keys[block] for block in blocks], wait_s)
+            except PoolError as error:
+                self._fail(chunk.request_id, str(error))
+                continue
+            self._writing[chunk.request_id] = {
+                block: (chunk.keys[block], new[chunk.keys[block]]) for block in blocks if chunk.keys[block] in new
+            }
+        self._count_held()
 
     def _save(self, layer: int, slot: int, consumer: Consumer, chunks: Sequence[Chunk]) -> None:
         started = time.monotonic()
@@ -154,16 +172,15 @@ class PoolSaver:
         try:
             copy, members = Copy([], [], []), []
             for chunk in chunks:
-                saved = self._requests.get(chunk.request_id)
-                if saved is None or saved.error:
+                writing = self._writing.get(chunk.request_id)
+                if not writing or chunk.request_id in self._errors:
                     continue
-                blocks = chunk.written_blocks(self._buffers.geometry.block_size)
                 part = self._layout.copy(
                     layer,
-                    self._buffers.addresses(layer),
-                    chunk.main_blocks[blocks.start : blocks.stop],
-                    chunk.indexer_blocks[blocks.start : blocks.stop],
-                    saved.addresses[blocks.start : blocks.stop],
+                    self._buffers.pool_addresses(layer),
+                    [chunk.main_blocks[block] for block in writing],
+                    [chunk.indexer_blocks[block] for block in writing],
+                    [address for _, address in writing.values()],
                 )
                 members.append(chunk.request_id)
                 for whole, piece in zip(copy, part, strict=True):
@@ -187,49 +204,42 @@ class PoolSaver:
             self._bytes_saved += copy.nbytes
         return None
 
-    def _finish(self, chunks: Sequence[Chunk]) -> None:
+    def _end(self, chunks: Sequence[Chunk], failed: Collection[str]) -> None:
         for chunk in chunks:
-            blocks = chunk.written_blocks(self._buffers.geometry.block_size)
-
-            def finish(saved: _Saved, blocks: range = blocks) -> None:
-                keys = saved.keys[blocks.start : blocks.stop]
-                self._pool.finish(keys)
-                saved.finished = blocks.stop
-                leased = self._pool.lease(keys, self._lease_ms)
-                if lost := [key for key, address in zip(keys, leased, strict=True) if not address]:
-                    raise PoolError(f"objects {lost} disappeared from the pool")
-
-            self._attempt(chunk.request_id, finish)
-
-    def _attempt(self, request_id: str, work: Callable[[_Saved], None]) -> None:
-        saved = self._requests.get(request_id)
-        if saved is None or saved.error:
-            return
-        try:
-            work(saved)
-        except PoolError as error:
-            self._fail(request_id, str(error))
+            keys = [key for key, _ in self._writing.pop(chunk.request_id, {}).values()]
+            if not keys:
+                continue
+            if chunk.request_id not in failed and chunk.request_id not in self._errors:
+                try:
+                    self._objects.finish(keys)
+                    with self._lock:
+                        self._saved += len(keys)
+                    continue
+                except PoolError as error:
+                    self._fail(chunk.request_id, str(error))
+            self._give_back(chunk.request_id, partial(self._objects.abort, keys))
+        self._count_held()
 
     def _fail(self, request_id: str, reason: str) -> None:
+        self._errors[request_id] = reason
         with self._lock:
-            saved = self._requests.get(request_id)
-            if saved is None or saved.error:
-                return
-            saved.error = reason
             self._failed += 1
         log.warning("request %s is not saved to the pool: %s", request_id, reason)
 
-    def _remove(self, request_id: str) -> None:
+    def _release(self, request_id: str, distrust: bool) -> None:
+        self._errors.pop(request_id, None)
+        self._writing.pop(request_id, None)
+        if distrust:
+            self._give_back(request_id, lambda: self._objects.distrust(request_id))
+        self._give_back(request_id, lambda: self._objects.drop(request_id))
+        self._count_held()
+
+    def _give_back(self, request_id: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except PoolError as error:
+            log.warning("request %s: the pool did not take its objects back: %s", request_id, error)
+
+    def _count_held(self) -> None:
         with self._lock:
-            saved = self._requests.pop(request_id, None)
-        if saved is None:
-            return
-        finished, unfinished = saved.keys[: saved.finished], saved.keys[saved.finished :]
-        for keys, calls in ((finished, (self._pool.release, self._pool.remove)), (unfinished, (self._pool.abort,))):
-            for call in calls if keys else ():
-                try:
-                    call(keys)
-                except PoolError as error:
-                    log.warning("request %s: the pool did not give its objects back: %s", request_id, error)
-        with self._lock:
-            self._objects -= len(saved.keys)
+            self._held = len(self._objects)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from prefill_node.batch import StepBatch, pack
 from prefill_node.first_tokens import sample_first_tokens
 from prefill_node.pool_saver import PoolSaver
 from prefill_node.routes import Route, Routes
-from prefill_node.steps import Chunk, OpenRoute, Report, RequestErrors, RouteOpened, StepPlan
+from prefill_node.steps import Chunk, OpenRoute, PrefixFound, Report, RequestErrors, RouteOpened, StepPlan
 
 
 class RankFailed(RuntimeError):
@@ -40,6 +40,7 @@ class StepResult:
     logits: Tensor  # [S, vocab] float32, a row for each chunk of `ending`
     ending: tuple[Chunk, ...]  # the chunks that end their prompt
     errors: Mapping[str, str]  # request id -> why it cannot go on
+    pool_errors: Mapping[str, str]  # request id -> why its rows did not come back from the pool
 
 
 class PrefillRank:
@@ -66,6 +67,7 @@ class PrefillRank:
         self._opened: queue.SimpleQueue[tuple[OpenRoute, Route | str]] = queue.SimpleQueue()
         self._errors = errors
         self._opening = 0
+        self._found: queue.SimpleQueue[PrefixFound] = queue.SimpleQueue()
 
     @property
     def is_opening(self) -> bool:
@@ -84,6 +86,23 @@ class PrefillRank:
             self._publisher.drop(request_id)
             self._saver.release(request_id)
 
+    def start_over(self, request_ids: Sequence[str]) -> None:
+        """These requests go on without the pool; what they read from it is not trusted any more."""
+        for request_id in request_ids:
+            self._saver.release(request_id, distrust=True)
+
+    def look_up(self, request_id: str, keys: Sequence[str], attempt: int) -> None:
+        """Answered by a PrefixFound in a later `poll`."""
+        self._saver.look_up(request_id, keys, lambda blocks: self._found.put(PrefixFound(request_id, attempt, blocks)))
+
+    def settle(self) -> None:
+        """Waits for the saves of all steps so far, so that other ranks find what they wrote. Raises PoolStuck."""
+        self._saver.settle()
+
+    def finish(self, plan: StepPlan, failed: Collection[str]) -> None:
+        """All ranks have run the step: its rows may be shared, except those of `failed` requests."""
+        self._saver.end_step(plan.chunks, failed)
+
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
         batch = pack(plan, self._block_size)
@@ -93,7 +112,8 @@ class PrefillRank:
         if self._draft is not None:
             self._cache_draft_rows(self._draft, batch, hidden, logits, plan)
         self._backend.end()
-        return StepResult(logits, batch.ending, {**self._take_errors(), **self._backend.errors})
+        backend = self._backend
+        return StepResult(logits, batch.ending, {**self._take_errors(), **backend.errors}, backend.pool_errors)
 
     def _cache_draft_rows(
         self, draft: DraftLayer, batch: StepBatch, hidden: Tensor, logits: Tensor, plan: StepPlan
@@ -131,6 +151,8 @@ class PrefillRank:
                 self._routes.adopt(command, route)
             error = "" if isinstance(route, Route) else route
             reports.append(RouteOpened(command.request_id, command.attempt, error))
+        while not self._found.empty():
+            reports.append(self._found.get())
         if errors := self._take_errors():
             reports.append(RequestErrors(errors))
         return reports

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_cache import KVCacheManager, Usage
@@ -27,6 +27,8 @@ class Limits:
     max_requests: int  # running together
     max_waiting: int
     max_prompt_tokens: int
+    reloads: bool = False  # later chunks of a prompt need its earlier rows from the pool
+    max_whole_tokens: int = 1 << 62  # longest prompt computed in one step when they do and there is no pool
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,22 @@ class PrefillJob:
     deadline: float  # the request's end, whatever it is doing
     start_by: float  # it must run by then: its destination is not reserved for longer
     resumed: bool = False  # it goes on with an interrupted request, ahead of new ones
+    keys: tuple[str, ...] = ()  # in the pool, of its full blocks
 
 
 @dataclass
 class _Entry:
     job: PrefillJob
     routed: bool = False
-    computed: int = 0  # leading prompt tokens whose KV is written
+    looked_up: bool | None = None  # None: nobody has asked the pool yet; False: asked, no answer yet
+    computed: int = 0  # leading prompt tokens whose KV is written, here or in the pool
+    cached: int = 0  # of them, those taken from the pool
+    poolless: bool = False  # the pool is not used for it
     blocks: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.routed and self.looked_up is True
 
     @property
     def remaining(self) -> int:
@@ -115,7 +125,7 @@ class PrefillScheduler:
         return request_id in self._waiting or request_id in self._running
 
     def submit(self, job: PrefillJob) -> None:
-        """Queues a job; it runs only after `set_routed`. Raises Refused."""
+        """Queues a job; it runs only after `set_routed` and, if it has keys, `set_prefix`. Raises Refused."""
         limits, tokens = self._limits, len(job.prompt)
         if job.request_id in self:
             raise Refused(FailureKind.DUPLICATE, f"request {job.request_id!r} is already being prefilled")
@@ -137,7 +147,7 @@ class PrefillScheduler:
                 FailureKind.QUEUE_FULL,
                 f"request {job.request_id!r}: {limits.max_waiting} requests are waiting already (prefill.max_waiting)",
             )
-        self._waiting[job.request_id] = _Entry(job)
+        self._waiting[job.request_id] = _Entry(job, looked_up=None if job.keys else True, poolless=not job.keys)
         if job.resumed:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: not item[1].job.resumed))
 
@@ -145,6 +155,54 @@ class PrefillScheduler:
         """Every rank can reach the request's destination: it may run. No effect on a request that is gone."""
         if entry := self._waiting.get(request_id):
             entry.routed = True
+
+    def to_look_up(self) -> list[PrefillJob]:
+        """Requests which could run now and whose prompts nobody has looked up in the pool; each is told once."""
+        places = self._limits.max_requests - len(self._running)
+        first = [entry for entry in self._waiting.values() if entry.routed][: max(places, 0)]
+        asked = [entry for entry in first if entry.looked_up is None]
+        for entry in asked:
+            entry.looked_up = False
+        return [entry.job for entry in asked]
+
+    def set_prefix(self, request_id: str, blocks: int | None) -> None:
+        """The pool holds the leading `blocks` blocks of a request that waits; None: the pool does not answer.
+
+        The last token is computed in any case, because it gives the first one of the answer. Only the first call for a
+        request has an effect.
+        """
+        entry = self._waiting.get(request_id)
+        if entry is None or entry.looked_up is not False:
+            return
+        entry.looked_up, size = True, self._limits.block_size
+        entry.poolless = blocks is None
+        entry.cached = entry.computed = min(blocks or 0, (len(entry.job.prompt) - 1) // size) * size
+
+    def cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens taken from the pool instead of being computed."""
+        entry = self._running.get(request_id)
+        return entry.cached if entry else 0
+
+    def start_over(self, request_id: str) -> bool:
+        """Begins a running request again, now without the pool; False if that was done before, or it is not running."""
+        entry = self._running.get(request_id)
+        if entry is None or entry.poolless:
+            return False
+        entry.computed, entry.cached, entry.poolless = 0, 0, True
+        return True
+
+    def stranded(self) -> dict[str, str]:
+        """Cancels running requests that can be computed neither in chunks nor at once; id and cause of each."""
+        limits = self._limits
+        causes = {
+            request_id: f"request {request_id!r}: its {len(entry.job.prompt)} tokens need the pool, which does not "
+            f"answer; without it a prompt may have {limits.max_whole_tokens} (prefill.max_whole_tokens)"
+            for request_id, entry in self._running.items()
+            if self._needs_whole(entry) and entry.remaining > limits.max_whole_tokens
+        }
+        for request_id in causes:
+            self.cancel(request_id)
+        return causes
 
     def cancel(self, request_id: str) -> bool:
         """Forgets the request, in any state, and frees what it holds; False if it is not here (any more)."""
@@ -177,15 +235,15 @@ class PrefillScheduler:
         self._steps += 1
         return StepPlan(self._steps, chunks)
 
-    def complete(self, plan: StepPlan) -> list[str]:
+    def complete(self, plan: StepPlan, started_over: Collection[str] = ()) -> list[str]:
         """The step has been computed: advances its requests, frees those whose prompt ended and returns their ids.
 
-        A request cancelled in between stays forgotten.
+        A request cancelled in between stays forgotten, and one that has started over is not advanced.
         """
         ended = []
         for chunk in plan.chunks:
             entry = self._running.get(chunk.request_id)
-            if entry is None:
+            if entry is None or chunk.request_id in started_over:
                 continue
             entry.computed = chunk.end
             if chunk.is_last:
@@ -196,10 +254,10 @@ class PrefillScheduler:
     def _admit(self) -> None:
         """Phase 1: move requests into `running`, in order of arrival, while blocks and places last.
 
-        A request whose routes are still being opened lets others pass; one that waits for blocks does not, so that long
-        prompts are not overtaken for ever.
+        A request whose routes or prefix are still unknown lets others pass; one that waits for blocks does not, so that
+        long prompts are not overtaken for ever.
         """
-        for request_id, entry in [item for item in self._waiting.items() if item[1].routed]:
+        for request_id, entry in [item for item in self._waiting.items() if item[1].is_ready]:
             tokens = len(entry.job.prompt)
             if len(self._running) >= self._limits.max_requests or not self._cache.can_allocate(request_id, tokens):
                 return
@@ -210,12 +268,19 @@ class PrefillScheduler:
     def _cut_chunks(self) -> tuple[Chunk, ...]:
         """Phase 2: share the step's token budget among the running requests."""
         entries = list(self._running.values())
+        if whole := next((entry for entry in entries if self._needs_whole(entry)), None):
+            return (self._chunk(whole, whole.remaining),)  # alone, whatever the budget
         shares = share_budget([e.remaining for e in entries], self._limits.max_tokens_per_step, self._limits.block_size)
         return tuple(self._chunk(entry, share) for entry, share in zip(entries, shares, strict=True) if share)
+
+    def _needs_whole(self, entry: _Entry) -> bool:
+        """Whether its rows would be lost between chunks, and it has more than fits one step."""
+        return self._limits.reloads and entry.poolless and entry.remaining > self._limits.max_tokens_per_step
 
     def _chunk(self, entry: _Entry, tokens: int) -> Chunk:
         job, start = entry.job, entry.computed
         end = start + tokens
+        keys = () if entry.poolless else job.keys[: end // self._limits.block_size]
         return Chunk(
             request_id=job.request_id,
             start=start,
@@ -224,4 +289,6 @@ class PrefillScheduler:
             main_blocks=tuple(entry.blocks[MAIN]),
             indexer_blocks=tuple(entry.blocks[INDEXER]),
             next_token=job.prompt[end] if end < len(job.prompt) else None,
+            keys=keys,
+            takes_prefix=0 < start == entry.cached,
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -34,8 +35,11 @@ STATUS_CODES = {
 class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
     """Invariant (test_a_call_that_ends_early_cancels_its_request): no request outlives its call."""
 
-    def __init__(self, vocab_size: int, request_timeout_s: float) -> None:
-        self._vocab_size = vocab_size
+    def __init__(
+        self, vocab_size: int, request_timeout_s: float, keys: Callable[[Sequence[int]], tuple[str, ...]]
+    ) -> None:
+        """`keys` names a prompt's blocks in the pool."""
+        self._vocab_size, self._keys = vocab_size, keys
         self._request_timeout_s = request_timeout_s
         self._leader: PrefillLeader | None = None
 
@@ -70,6 +74,7 @@ class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
         token = outcome.first_token
         return worker_pb2.PrefillResponse(
             first_token=token_message(token.token, token.logprob, token.top_logprobs),
+            cached_tokens=outcome.cached_tokens,
             queue_seconds=outcome.queue_seconds,
             compute_seconds=outcome.compute_seconds,
         )
@@ -104,6 +109,7 @@ class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
             deadline=now + min(self._request_timeout_s, math.inf if remaining is None else remaining),
             start_by=now + lease_s,
             resumed=request.resumed,
+            keys=self._keys(request.prompt),
         )
 
 

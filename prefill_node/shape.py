@@ -11,7 +11,7 @@ from engine.kv_cache import CacheSpec
 from engine.model.config import ModelConfig
 from prefill_node.geometry import REGION_ALIGNMENT, CapacityError, KvGeometry, choose_kv_blocks, round_up, total_bytes
 from prefill_node.plan import LayerBufferPlan, plan_layer_buffers
-from prefill_node.pool_layout import PoolObjectLayout
+from prefill_node.pool_layout import CHECKSUM_BYTES, PoolObjectLayout
 from prefill_node.scheduler import INDEXER, MAIN
 from transfer.layout import DTYPE_BYTES
 
@@ -90,12 +90,12 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
     kv_blocks = choose_kv_blocks(
         plan,
         geometry,
-        free_bytes=config.hostcann.hbm_bytes - REGION_ALIGNMENT,  # one page holds the generation words
+        free_bytes=config.hostcann.hbm_bytes - _reserved_bytes(config, plan, geometry.blocks_of(tokens)),
         max_model_len=tokens,
         max_requests=section.max_requests,
         configured=section.kv_blocks,
     )
-    object_layout = PoolObjectLayout(geometry, model.num_layers)
+    object_layout = PoolObjectLayout(geometry, model.num_layers, checksums=config.pool.checksum == "on")
     stored = stored_bytes(object_layout)
     pool_blocks = int(config.pool.dram_bytes * POOL_USABLE) // stored
     if plan.has_reuse and not pool_blocks:
@@ -105,3 +105,10 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
         )
     prompt = min(tokens, pool_blocks * geometry.block_size) if plan.has_reuse else tokens
     return PrefillShape(plan, geometry, object_layout, kv_blocks, pool_blocks, prompt)
+
+
+def _reserved_bytes(config: SluiceConfig, plan: LayerBufferPlan, request_blocks: int) -> int:
+    """Device memory for other things than KV: the generation words and, with checksums, a word for each block."""
+    most_blocks = config.prefill.kv_blocks or config.prefill.max_requests * request_blocks
+    words = plan.num_slots * most_blocks * CHECKSUM_BYTES if config.pool.checksum == "on" else 0
+    return REGION_ALIGNMENT + round_up(words, REGION_ALIGNMENT)

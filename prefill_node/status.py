@@ -5,6 +5,7 @@ from __future__ import annotations
 from sluice.v1 import common_pb2
 
 from prefill_node.leader import Snapshot
+from prefill_node.pool_health import HealthCounters
 from prefill_node.pool_loader import LoadCounters
 from prefill_node.pool_saver import SaveCounters
 from prefill_node.publisher import PublisherCounters
@@ -36,9 +37,13 @@ def add_scheduling(status: common_pb2.WorkerStatus, snapshot: Snapshot, max_wait
 
 
 def add_saves(status: common_pb2.WorkerStatus, saves: SaveCounters, pool_bytes: int) -> None:
-    """This rank's objects in the pool, against the memory it gives to the pool."""
+    """Objects in the pool that this rank is writing or has leased, against the memory it gives to the pool.
+
+    Objects that nobody uses stay in the pool as a cache and count as nothing here.
+    """
     status.pools.add(name="pool_bytes", used=saves.object_bytes, total=pool_bytes, unit="bytes")
     status.gauges["pool_objects"] = saves.objects
+    status.counters["objects_saved"] = saves.objects_saved
     status.counters["bytes_saved"] = saves.bytes_saved
     status.counters["save_seconds"] = saves.save_seconds
     status.counters["unsaved_requests"] = saves.failed_requests
@@ -64,5 +69,16 @@ def add_transfers(
     status.counters["fenced_batches"] = published.fenced
     status.counters["failed_batches"] = published.failed_batches
     status.counters["bytes_loaded"] = loads.bytes_loaded
+    status.counters["load_seconds"] = loads.load_seconds
     status.counters["failed_loads"] = loads.failed_loads
+    status.counters["wrong_checksums"] = loads.wrong_checksums
     status.gauges["outstanding_reads"] = outstanding_reads
+
+
+def add_health(status: common_pb2.WorkerStatus, down: str, health: HealthCounters) -> None:
+    """Whether the pool answers; while it does not, prefill goes on without it and `detail` says why."""
+    status.gauges["pool_up"] = not down
+    status.counters["pool_errors"] = health.errors
+    status.counters["pool_outages"] = health.outages
+    if down and not status.detail:
+        status.detail = f"without the pool: {down}"

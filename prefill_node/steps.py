@@ -25,6 +25,8 @@ class Chunk:
     main_blocks: tuple[int, ...]
     indexer_blocks: tuple[int, ...]
     next_token: int | None = None  # of position `end`; None at the end of the prompt, where it is yet to be sampled
+    keys: tuple[str, ...] = ()  # in the pool, of the full blocks up to `end`; empty = the pool is not used
+    takes_prefix: bool = False  # positions [0, start) were not computed here: every layer gets them from the pool
 
     @property
     def end(self) -> int:
@@ -38,6 +40,11 @@ class Chunk:
     def written_blocks(self, block_size: int) -> range:
         """Indices, within the request, of the blocks this chunk writes."""
         return range(self.start // block_size, -(-self.end // block_size))
+
+    def published_blocks(self, block_size: int) -> range:
+        """Indices of the blocks decode gets in this step: the written ones, and a prefix from the pool."""
+        written = self.written_blocks(block_size)
+        return range(0 if self.takes_prefix else written.start, written.stop)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,18 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class StartOver:
+    """These requests begin again without the pool: give back what they hold there, keep their routes."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the process."""
 
 
-Command = StepPlan | OpenRoute | Drop | Stop
+Command = StepPlan | OpenRoute | Drop | StartOver | Stop
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,24 @@ class RouteOpened:
 
 
 @dataclass(frozen=True)
+class PrefixFound:
+    """The pool holds the leading `blocks` blocks of the request's prompt; None: it does not answer."""
+
+    request_id: str
+    attempt: int
+    blocks: int | None
+
+
+@dataclass(frozen=True)
 class StepDone:
-    """The rank has run step `number`; `errors` (request id -> cause) are of requests that cannot go on."""
+    """The rank has run step `number`; `errors` (request id -> cause) are of requests that cannot go on.
+
+    `pool_errors` are of requests whose rows the pool did not return: they can be computed without it.
+    """
 
     number: int
     errors: Mapping[str, str] = field(default_factory=dict)
+    pool_errors: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,4 +126,4 @@ class RequestErrors:
     errors: Mapping[str, str]
 
 
-Report = RouteOpened | StepDone | RequestErrors
+Report = RouteOpened | PrefixFound | StepDone | RequestErrors

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 from sluice.v1 import common_pb2, worker_pb2_grpc
@@ -14,6 +15,7 @@ from engine.kv_cache import KVCacheManager
 from engine.tp_channel import TpFollower, TpLeader
 from prefill_node import status
 from prefill_node.assembly import RankParts, RankPlan, assemble
+from prefill_node.block_keys import block_keys
 from prefill_node.follower import follow
 from prefill_node.leader import PrefillLeader
 from prefill_node.scheduler import Limits, PrefillScheduler
@@ -35,7 +37,11 @@ class PrefillWorker:
 
     def __init__(self, plan: RankPlan) -> None:
         self._plan = plan
-        self._calls = PrefillCalls(plan.model.vocab_size, plan.config.runtime.request_timeout_s)
+        self._calls = PrefillCalls(
+            plan.model.vocab_size,
+            plan.config.runtime.request_timeout_s,
+            partial(block_keys, plan.info.layout, lookahead=int(plan.config.decode.speculative_tokens > 0)),
+        )
         self._detail = "starting"
         self._parts: RankParts | None = None
         self._leader: PrefillLeader | None = None
@@ -73,6 +79,8 @@ class PrefillWorker:
             status.add_scheduling(answer, self._leader.snapshot(), config.prefill.max_waiting)
         if (parts := self._parts) is not None:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
+            answer.counters["load_wait_seconds"] = parts.backend.load_wait_seconds
+            status.add_health(answer, parts.pool.down, parts.pool.counters())
             status.add_saves(answer, parts.saver.counters(), config.pool.dram_bytes)
             status.add_transfers(
                 answer,
@@ -116,12 +124,15 @@ class PrefillWorker:
                     max_requests=section.max_requests,
                     max_waiting=section.max_waiting,
                     max_prompt_tokens=shape.max_prompt_tokens,
+                    reloads=shape.plan.has_reuse,
+                    max_whole_tokens=section.max_whole_tokens,
                 ),
             ),
             parts.rank,
             channel,
             tp_size=section.tp,
             step_timeout_s=config.runtime.collective_timeout_s,
+            look_up_timeout_s=config.pool.timeout_s / 4,
         )
         self._progress("waiting for the other TP ranks")
         channel.wait_ready(config.runtime.startup_timeout_s)

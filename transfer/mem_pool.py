@@ -200,6 +200,15 @@ class MemPool:
             addresses.append(int(places[0]) if places else None)
         return addresses
 
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        """Where finished objects are at this moment, without a lease; None where there is no object."""
+        there = self.exists(keys)
+        infos = self._store.batch_get_key_info(list(keys))
+        if len(infos) != len(keys):
+            raise PoolError(f"locating {_named(keys)}: the pool answered for {len(infos)} of {len(keys)} keys")
+        places = [info.gva_list() if here else [] for here, info in zip(there, infos, strict=True)]
+        return [int(found[0]) if found else None for found in places]
+
     def release(self, keys: Sequence[str]) -> None:
         """End one lease of each object; objects that are gone already are ignored."""
         code = self._store.batch_remove_lease(list(keys))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from sluice.v1 import wire_pb2, worker_pb2
+from sluice.v1 import registry_pb2, wire_pb2, worker_pb2
 from torch import Tensor
 
 from engine.kv_cache import CacheSpec, KVCacheManager
@@ -26,6 +26,7 @@ from engine.model.loader import load_weights
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import TpLeader
 from prefill_node.backend import PrefillBackend
+from prefill_node.block_keys import Writers, block_keys
 from prefill_node.generation import GenerationWords
 from prefill_node.geometry import KvGeometry
 from prefill_node.layer_buffers import LayerBuffers
@@ -33,8 +34,10 @@ from prefill_node.leader import PrefillLeader
 from prefill_node.link import Endpoint
 from prefill_node.outcome import Outcome
 from prefill_node.plan import plan_layer_buffers
+from prefill_node.pool_health import GuardedPool
 from prefill_node.pool_layout import PoolObjectLayout
 from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_objects import PoolObjects
 from prefill_node.pool_saver import PoolSaver
 from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import Consumer, ReuseGate
@@ -63,6 +66,8 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self.objects: dict[str, ctypes.Array[ctypes.c_char]] = {}
+        self.loads = 0
+        self.removed: list[object] = []
         self.finished: set[str] = set()
         self.leased: set[str] = set()
         self.fail: set[str] = set()
@@ -90,6 +95,7 @@ class MemoryPool:
 
     def load(self, src_gvas: Sequence[int], dst_addrs: Sequence[int], sizes: Sequence[int]) -> None:
         self._enter("load")
+        self.loads += 1
         for src, dst, size in zip(src_gvas, dst_addrs, sizes, strict=True):
             ctypes.memmove(dst, src, size)
 
@@ -98,9 +104,7 @@ class MemoryPool:
         self.finished.update(keys)
 
     def abort(self, keys: Sequence[str]) -> None:
-        assert not self.finished.intersection(keys)
-        for key in keys:
-            del self.objects[key]
+        self.remove(keys)
 
     def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
         self._enter("lease", keys)
@@ -108,13 +112,23 @@ class MemoryPool:
         self.leased.update(key for key, exists in zip(keys, found, strict=True) if exists)
         return [ctypes.addressof(self.objects[key]) if here else None for key, here in zip(keys, found, strict=True)]
 
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        self._enter("exists", keys)
+        return [key in self.finished for key in keys]
+
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        self._enter("locate", keys)
+        return [ctypes.addressof(self.objects[key]) if key in self.finished else None for key in keys]
+
     def release(self, keys: Sequence[str]) -> None:
+        self._enter("release", keys)
         self.leased.difference_update(keys)
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
-        assert not self.leased.intersection(keys)
         self.finished.difference_update(keys)
-        return [self.objects.pop(key, None) is not None for key in keys]
+        gone = [self.objects.pop(key, None) for key in keys]
+        self.removed.extend(gone)  # a leased object's memory stays readable
+        return [each is not None for each in gone]
 
 
 @dataclass
@@ -126,6 +140,7 @@ class SlowReader:
     delay_s: float = 0.0
     rows: dict[tuple[int, str, str], dict[int, Tensor]] = field(default_factory=dict)  # by layer, request, kind
     finished: list[str] = field(default_factory=list)
+    repeated: int = 0
     failure: str | None = None
     calls: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     _sequences: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -168,7 +183,8 @@ class SlowReader:
             ):
                 kept = self.rows.setdefault((layer, entry.request_id, kind), {})
                 for index, block in enumerate(blocks, start=start):
-                    assert tensor is not None and index not in kept
+                    assert tensor is not None
+                    self.repeated += index in kept  # only a request that starts over sends a block twice
                     kept[index] = tensor[block, :, 0].clone()
         self.finished.extend(finished)
         self.gate.done(slot, consumer)
@@ -197,6 +213,13 @@ class Rig:
         max_requests: int = 8,
         dtype: torch.dtype = torch.float32,
         drafts: bool = False,
+        pool: MemoryPool | None = None,
+        group: int = 0,
+        groups: int = 1,
+        checksums: bool = False,
+        max_whole_tokens: int = 4096,
+        lease_s: float = 60.0,
+        writes: bool = True,
     ) -> None:
         config = ModelConfig.from_dir(model_dir)
         self.config = config = config.with_draft() if drafts else config
@@ -211,25 +234,29 @@ class Rig:
         )
         plan = plan_layer_buffers(config.num_layers, list(independent), shared)
         self.allocator = HostAllocator()
-        self.buffers = LayerBuffers(self.allocator, plan, geometry, blocks, dtype)
+        self.buffers = LayerBuffers(self.allocator, plan, geometry, blocks, dtype, checksums=checksums)
         self.words = GenerationWords(self.buffers.generation_words)
         self.gate = ReuseGate(plan.num_slots, self.words, save_grace_s=1.0)
         self.reader = SlowReader(self.gate, self.buffers)
-        self.pool = MemoryPool()
-        layout = PoolObjectLayout(geometry, config.num_layers)
+        self.pool = pool or MemoryPool()
+        self.guarded = guarded = GuardedPool(self.pool, retry_s=0.05)
+        layout = PoolObjectLayout(geometry, config.num_layers, checksums=checksums)
+        self.lookahead = int(drafts)
+        self.layout = registry_pb2.KvLayout(fingerprint="model", block_size=block_size)
         self.saver = PoolSaver(
-            self.pool,
+            guarded,
+            PoolObjects(guarded, Writers(group, groups), layout.object_bytes, lease_s),
             layout,
             self.buffers,
             self.gate,
-            fingerprint="model",
-            rank=0,
+            writes=writes,
             timeout_s=pool_timeout_s,
-            lease_s=60.0,
         )
-        self.loader = PoolLoader(self.pool, layout, self.buffers, pool_timeout_s)
+        self.loader = PoolLoader(guarded, layout, self.buffers, pool_timeout_s)
         self.routes = Routes(self.reader)
-        backend = PrefillBackend(config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver)
+        self.backend = backend = PrefillBackend(
+            config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver
+        )
         self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.rank = PrefillRank(
             decoder,
@@ -243,7 +270,7 @@ class Rig:
         )
         spec = CacheSpec(block_size, blocks)
         self.cache = KVCacheManager({"main": spec, "indexer": spec})
-        limits = Limits(block_size, budget, max_requests=max_requests, max_waiting=64, max_prompt_tokens=5000)
+        limits = Limits(block_size, budget, max_requests, 64, 5000, plan.has_reuse, max_whole_tokens)
         self.leader = PrefillLeader(
             PrefillScheduler(self.cache, limits),
             self.rank,
@@ -264,7 +291,9 @@ class Rig:
         params: SamplingParams | None = None,
     ) -> int:
         return self.leader.submit(
-            PrefillJob(request_id, tuple(prompt), deadline, start_by),
+            PrefillJob(
+                request_id, tuple(prompt), deadline, start_by, keys=block_keys(self.layout, prompt, self.lookahead)
+            ),
             params or SamplingParams(temperature=0.0),
             worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens),
             partial(self.outcomes.__setitem__, request_id),
@@ -291,5 +320,6 @@ class Rig:
 
     def close(self) -> None:
         self.routes.close()
+        self.backend.close()
         self.saver.close()
         self.loader.close()

@@ -60,6 +60,8 @@ def test_tokens_and_published_rows_equal_a_dense_model(model_dir, dense, indepen
             else:
                 assert not rig.reader.rows[layer, name, "indexer"]
     assert sorted(rig.reader.finished) == sorted(PROMPTS)
+    assert rig.reader.repeated == 0
     assert rig.used_blocks() == 0
-    assert rig.pool.objects == {}
+    assert rig.pool.leased == set()
+    assert rig.saver.counters().objects == 0
     rig.close()

@@ -149,6 +149,8 @@ def assert_delivered(found: dict[str, Any], decode_tp: int, shared: int) -> None
         assert request["ended"] == [None] * decode_tp, (name, request)
         assert request["token"] == request["expected"], name
         assert request["error"] < 2e-4, name
+    cached = {name: request["cached"] for name, request in found["requests"].items() if request["cached"]}
+    assert cached == {"long again": 288, "aligned again": 48, "short again": 32}
     assert {name: used for name, (used, _) in found["pools"].items()} == dict.fromkeys(found["pools"], 0)
     assert found["gauges"]["layer_buffers"] == 1 + shared
     assert found["counters"]["bytes_saved"] > 0 < found["counters"]["bytes_loaded"]

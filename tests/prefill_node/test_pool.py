@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 
+from prefill_node.block_keys import block_keys
 from prefill_node.outcome import PrefillResult
 from prefill_node.pool_client import PoolStuck, PoolThread
 from prefill_node.reuse_gate import Consumer
 from prefill_node.steps import Chunk
-from transfer.mem_pool import PoolError
+from transfer.mem_pool import PoolError, PoolFull
 
 
 def prompt(tokens):
@@ -21,31 +22,24 @@ def prompt(tokens):
 
 def chunk(request_id, start, tokens, total, first_block=0):
     blocks = tuple(range(first_block, first_block + -(-total // 16)))
-    return Chunk(request_id, start, tuple(range(tokens)), total, blocks, blocks)
+    keys = tuple(f"{request_id}-{block}" for block in range((start + tokens) // 16))
+    return Chunk(request_id, start, tuple(range(tokens)), total, blocks, blocks, keys=keys)
 
 
 @pytest.mark.parametrize("shared", [1, 3])
-def test_every_layer_of_every_block_is_saved(make_rig, shared):
+def test_every_layer_of_every_full_block_is_saved_and_stays(make_rig, shared):
     rig = make_rig(budget=32, shared=shared)
-    saved = {}
-    remove = rig.pool.remove
-
-    def keep(keys):
-        saved.update((key, bytes(rig.pool.objects[key].raw)) for key in keys)
-        return remove(keys)
-
-    rig.pool.remove = keep
     rig.submit("a", prompt(75))
     rig.run("a")
     rig.settle()
-    assert sorted(saved) == [f"model@a@{block}@0" for block in range(5)]
+    keys = block_keys(rig.layout, prompt(75))
+    assert rig.pool.finished == {f"{key}@0" for key in keys} and len(keys) == 4
     for layer in range(4):
         for kind, (offset, size) in zip(("ckv", "k_rope", "indexer"), rig.saver._layout.parts(layer), strict=True):
-            for block, (_, stored) in enumerate(sorted(saved.items())):
-                published = rig.reader.rows[layer, "a", kind][block].numpy().tobytes()
-                rows = min(16, 75 - block * 16)
-                assert stored[offset : offset + size * rows // 16] == published[: size * rows // 16]
-    assert rig.saver.counters().bytes_saved == 5 * rig.saver._layout.object_bytes
+            for block, key in enumerate(keys):
+                stored = bytes(rig.pool.objects[f"{key}@0"].raw)
+                assert stored[offset : offset + size] == rig.reader.rows[layer, "a", kind][block].numpy().tobytes()
+    assert rig.saver.counters().bytes_saved == 4 * rig.saver._layout.object_bytes
 
 
 def test_reloads_cover_the_earlier_rows_of_reused_layers_only(make_rig):
@@ -64,8 +58,8 @@ def test_a_failed_save_opens_the_gate(make_rig):
     failures = rig.gate.wait(rig.buffers.plan.slot_of_layer[1])
     assert [failure.consumer for failure in failures] == [Consumer("save", 1)]
     assert "save fails on demand" in failures[0].reason
-    with pytest.raises(PoolError, match=r"request 'a'.*save fails on demand"):
-        rig.saver.addresses("a", 1)
+    with pytest.raises(PoolError, match=r"not in the pool: layer 1 was not saved: save fails on demand"):
+        rig.saver.hold("a", ["a-0"])
 
 
 def test_a_late_save_keeps_its_slot_closed_until_it_ends(make_rig):
@@ -83,18 +77,18 @@ def test_a_late_save_keeps_its_slot_closed_until_it_ends(make_rig):
     assert rig.saver.counters().bytes_saved > 0  # late, but complete
 
 
-def test_a_request_dropped_before_its_objects_are_finished_leaves_none(make_rig):
+def test_a_request_dropped_before_its_objects_are_finished_leaves_none_of_these(make_rig):
     rig = make_rig()
     first = chunk("a", 0, 16, 40)
     rig.saver.begin_step([first])
     rig.saver.save(0, [first])
-    rig.saver.end_step([first])
+    rig.saver.end_step([first], ())
     rig.saver.begin_step([chunk("a", 16, 24, 40)])
     rig.saver.settle()
-    assert rig.saver.counters().objects == 3
+    assert rig.saver.counters().objects == 2
     rig.saver.release("a")
     rig.saver.settle()
-    assert rig.pool.objects == {}
+    assert (rig.pool.objects.keys(), rig.pool.leased) == ({"a-0@0"}, set())
     assert (rig.saver.counters().objects, rig.saver.counters().object_bytes) == (0, 0)
     rig.saver.release("a")
     rig.saver.settle()
@@ -102,27 +96,38 @@ def test_a_request_dropped_before_its_objects_are_finished_leaves_none(make_rig)
 
 def test_rows_that_were_never_saved_are_not_found(make_rig):
     rig = make_rig()
-    with pytest.raises(PoolError, match=r"only 0 of its first 2 blocks were saved"):
-        rig.saver.addresses("unknown", 2)
+    with pytest.raises(PoolError, match=r"only 0 of 2 blocks"):
+        rig.saver.hold("unknown", ["x", "y"])
 
 
-def test_a_full_pool_fails_only_who_does_not_fit(make_rig):
+def test_rows_of_a_failed_request_are_not_shared(make_rig):
+    rig = make_rig()
+    step = [chunk("good", 0, 16, 40), chunk("bad", 0, 16, 40)]
+    rig.saver.begin_step(step)
+    rig.saver.save(0, step)
+    rig.saver.end_step(step, {"bad"})
+    rig.saver.settle()
+    assert rig.pool.objects.keys() == {"good-0@0"}
+
+
+def test_who_does_not_fit_into_a_full_pool_is_computed_at_once(make_rig):
     rig = make_rig(budget=64, shared=1)
     alloc = rig.pool.alloc
 
-    def nearly_full(keys, sizes, *, wait_s=0.0):
-        if any("@big@" in key for key in keys) and len(rig.pool.objects) > 3:
-            raise PoolError("no room in the pool")
+    def full_at_four(keys, sizes, *, wait_s=0.0):
+        if len(rig.pool.objects) >= 4:
+            raise PoolFull("no room in the pool")
         return alloc(keys, sizes, wait_s=wait_s)
 
-    rig.pool.alloc = nearly_full
+    rig.pool.alloc = full_at_four
     rig.submit("big", prompt(200))
-    rig.submit("small", prompt(50))
+    rig.submit("small", prompt(30))
     rig.run("big", "small")
-    assert "no room in the pool" in rig.outcomes["big"].text
-    assert isinstance(rig.outcomes["small"], PrefillResult)
+    assert all(isinstance(rig.outcomes[name], PrefillResult) for name in ("big", "small"))
+    assert rig.leader.snapshot().counters.started_over == 1
+    assert not rig.guarded.down
     rig.settle()
-    assert rig.pool.objects == {}
+    assert rig.pool.leased == set()
 
 
 def test_every_wait_has_a_deadline():

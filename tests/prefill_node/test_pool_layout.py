@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from prefill_node.geometry import KvGeometry
-from prefill_node.pool_layout import PoolObjectLayout, TensorAddress, object_key
+from prefill_node.pool_layout import PoolObjectLayout, TensorAddress
 
 GEOMETRY = KvGeometry(
     block_size=2, kv_lora_rank=10, rope_dim=5, index_dim=4, element_bytes=1, indexer_layers=frozenset({0, 2})
@@ -49,7 +49,7 @@ def test_lists_of_different_lengths_are_refused():
         layout.copy(0, [TensorAddress(0, 20)] * 3, [0, 1], [0], [1, 2])
 
 
-def test_keys_differ_by_model_request_block_and_rank():
-    keys = {object_key(f, r, b, k) for f in "ab" for r in ("x", "y") for b in (0, 1) for k in (0, 1)}
-    assert len(keys) == 16
-    assert object_key("f00d", "req-1", 3, 0) == "f00d@req-1@3@0"
+def test_with_checksums_every_layer_ends_with_a_word():
+    layout = PoolObjectLayout(GEOMETRY, num_layers=2, checksums=True)
+    assert layout.parts(0) == ((0, 20), (20, 10), (30, 8), (38, 4))
+    assert layout.parts(1) == ((42, 20), (62, 10), (72, 4))

@@ -27,6 +27,8 @@ from tests.model.runner import Runner
 from transfer.memfabric import MemFabricEngine
 
 PROMPTS = {"long": 300, "aligned": 64, "short": 37, "one": 1}
+AGAIN = {f"{name} again": length for name, length in PROMPTS.items()}  # the same prompts, when the first have ended
+LENGTHS = PROMPTS | AGAIN
 BLOCKS = 64
 TIMEOUT_S = 60.0
 
@@ -61,6 +63,7 @@ class Reader:
     def __init__(self, config: SluiceConfig, layout: registry_pb2.KvLayout) -> None:
         self.config, self.layout = config, layout
         self.runner = Runner(config.model.path)
+        self.cached: dict[str, int] = {}
         shape = (BLOCKS, layout.block_size)
         host = Device(config.decode_device(0, 0, 0))
         self.ckv = [host.empty((*shape, layout.kv_lora_rank), torch.float32) for _ in range(layout.num_layers)]
@@ -137,6 +140,7 @@ class Reader:
         deadline = time.monotonic() + 10.0
         while not all(name in rank.ended for rank in self.ranks) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
+        self.cached[name] = response.cached_tokens
         return response.first_token.id, [rank.ended.get(name, "not terminal") for rank in self.ranks]
 
     def worst_error(self, reference: DenseBackend, name: str, length: int, blocks: list[int]) -> float:
@@ -181,7 +185,7 @@ async def _main(config: SluiceConfig) -> dict[str, Any]:
     reader = Reader(config, workers[0].layout)
     reference = DenseBackend(reader.runner.config)
     prompts, tables, expected, used = {}, {}, {}, 0
-    for name, length in PROMPTS.items():
+    for name, length in LENGTHS.items():
         seeded = torch.Generator().manual_seed(length)
         prompts[name] = torch.randint(2, 320, (length,), generator=seeded).tolist()
         count = -(-length // reader.layout.block_size)
@@ -193,6 +197,7 @@ async def _main(config: SluiceConfig) -> dict[str, Any]:
     async with grpc.aio.insecure_channel(workers[0].grpc_address) as channel:
         stub = worker_pb2_grpc.PrefillServiceStub(channel)
         answers = await asyncio.gather(*(reader.prefill(stub, name, prompts[name], tables[name]) for name in PROMPTS))
+        answers += await asyncio.gather(*(reader.prefill(stub, name, prompts[name], tables[name]) for name in AGAIN))
         await asyncio.sleep(0.3)
         worker = worker_pb2_grpc.WorkerServiceStub(channel)
         status = (await worker.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=5)).status
@@ -201,9 +206,10 @@ async def _main(config: SluiceConfig) -> dict[str, Any]:
             "token": token,
             "expected": expected[name],
             "ended": ended,
-            "error": reader.worst_error(reference, name, PROMPTS[name], tables[name]),
+            "error": reader.worst_error(reference, name, LENGTHS[name], tables[name]),
+            "cached": reader.cached[name],
         }
-        for name, (token, ended) in zip(PROMPTS, answers, strict=True)
+        for name, (token, ended) in zip(LENGTHS, answers, strict=True)
     }
     for rank in reader.ranks:
         rank.puller.close()

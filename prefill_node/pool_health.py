@@ -1,0 +1,102 @@
+"""The pool as long as it answers; without waiting for it while it does not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from prefill_node.pool_client import PoolClient
+from transfer.mem_pool import PoolError, PoolFull, PoolKeyExists
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class HealthCounters(NamedTuple):
+    errors: int  # calls that failed
+    outages: int  # times it stopped answering
+
+
+class GuardedPool:
+    """A `PoolClient` over another one. Thread safe.
+
+    A call that fails (a full pool or an existing key is an answer, not a failure) means that the pool is down: for
+    `retry_s` further calls raise PoolError at once, then one may try again, and the first answer means that it is up.
+    Invariant: nobody waits for a pool that is known to be down (test_a_pool_that_is_down_is_asked_seldom).
+    """
+
+    def __init__(self, pool: PoolClient, *, retry_s: float = 1.0) -> None:
+        self._pool, self._retry_s = pool, retry_s
+        self._lock = threading.Lock()
+        self._cause = ""
+        self._retry_at = 0.0
+        self._errors = self._outages = 0
+
+    @property
+    def down(self) -> str:
+        """Why the pool is not used; empty while it is."""
+        return self._cause
+
+    def counters(self) -> HealthCounters:
+        return HealthCounters(self._errors, self._outages)
+
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
+        return self._call(lambda: self._pool.alloc(keys, sizes, wait_s=wait_s))
+
+    def save(self, pool: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None:
+        self._call(lambda: self._pool.save(pool, sources, sizes))
+
+    def load(self, pool: Sequence[int], destinations: Sequence[int], sizes: Sequence[int], /) -> None:
+        self._call(lambda: self._pool.load(pool, destinations, sizes))
+
+    def finish(self, keys: Sequence[str]) -> None:
+        self._call(lambda: self._pool.finish(keys))
+
+    def abort(self, keys: Sequence[str]) -> None:
+        self._call(lambda: self._pool.abort(keys))
+
+    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
+        return self._call(lambda: self._pool.lease(keys, ttl_ms))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return self._call(lambda: self._pool.exists(keys))
+
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        return self._call(lambda: self._pool.locate(keys))
+
+    def release(self, keys: Sequence[str]) -> None:
+        self._call(lambda: self._pool.release(keys))
+
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        return self._call(lambda: self._pool.remove(keys))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self._cause and time.monotonic() < self._retry_at:
+            raise PoolError(f"the pool is down: {self._cause}")
+        try:
+            result = call()
+        except (PoolFull, PoolKeyExists):
+            self._up()
+            raise
+        except PoolError as error:
+            self._fail(str(error))
+            raise
+        self._up()
+        return result
+
+    def _fail(self, cause: str) -> None:
+        with self._lock:
+            self._errors += 1
+            self._outages += not self._cause
+            if not self._cause:
+                log.warning("the pool is down, prefill goes on without it: %s", cause)
+            self._cause, self._retry_at = cause, time.monotonic() + self._retry_s
+
+    def _up(self) -> None:
+        if self._cause:
+            with self._lock:
+                self._cause = ""
+            log.info("the pool is up again")
