@@ -51,7 +51,7 @@ def test_every_prompt_position_has_its_draft_row(model_dir: Path, independent, s
         torch.testing.assert_close(keys, reference._index[4, name], atol=2e-4, rtol=1e-4)
     assert sorted(rig.reader.finished) == sorted(f"r{length}" for length in LENGTHS)
     assert rig.used_blocks() == 0
-    assert rig.pool.objects == {}
+    assert rig.pool.leased == set()
     rig.close()
 
 
