@@ -3,7 +3,7 @@
 1. resolve the configuration (deploy/resolve.py) and sweep what dead deployments left in shared memory;
 2. start MemCache's MetaService and the meta server, wait until they listen;
 3. start the workers, show their progress, wait until the meta server reports all of them ready;
-4. print ``sluice ready`` and watch (deploy/watch.py): who dies is started again, unless ``runtime.restart`` is false;
+4. print ``sluice ready`` and watch (deploy/watch.py): with ``runtime.restart`` who dies is started again;
 5. on SIGTERM or Ctrl-C end everything: meta server, workers, MetaService, each with its own deadline, 15 s in all.
 """
 

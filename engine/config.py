@@ -154,7 +154,10 @@ class RuntimeSection(Section):
     startup_timeout_s: Seconds = Field(300.0, description="longest time until the deployment is ready")
     heartbeat_s: Seconds = Field(1.0, description="period of the workers' reports to the meta server")
     lost_after_s: Seconds = Field(10.0, description="a worker silent for this long is lost")
-    restart: bool = Field(True, description="whether `sluice up` starts processes that died again, with their TP ranks")
+    restart: bool = Field(
+        False,
+        description="whether `sluice up` starts processes that died again, with their TP ranks (Ray and Kubernetes do)",
+    )
     restarts_per_minute: Positive = Field(
         5, description="how often the same group is started again before it is given up"
     )
@@ -163,10 +166,19 @@ class RuntimeSection(Section):
     max_reruns: Annotated[int, Field(ge=0)] = Field(
         3, description="how often a request whose worker was lost goes on elsewhere; preemptions do not count"
     )
-    rerun_wait_s: Seconds = Field(
-        60.0, description="how long such a request waits for a group that can go on with it, then 503"
+    rerun_wait_s: Seconds | None = Field(
+        None,
+        description="how long such a request waits for a group that can go on with it, then 503; "
+        "60 with runtime.restart and 1 without it if absent",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of every process")
+
+    @property
+    def rerun_patience_s(self) -> float:
+        """`rerun_wait_s`, or its default: long only where somebody will start what died."""
+        if self.rerun_wait_s is not None:
+            return self.rerun_wait_s
+        return 60.0 if self.restart else 1.0
 
 
 class FaultsSection(Section):

@@ -48,7 +48,7 @@ class MetaServer:
         self._config = config
         self.registry = Registry(config.runtime.lost_after_s)
         runtime = config.runtime
-        terms = RunTerms(runtime.request_timeout_s, runtime.max_reruns, runtime.rerun_wait_s)
+        terms = RunTerms(runtime.request_timeout_s, runtime.max_reruns, runtime.rerun_patience_s)
         self.frontend = Frontend(validator, self.registry, Metrics(self.registry), terms)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)

@@ -64,7 +64,7 @@ class Launched:
         argv = [sys.executable, "-c", code]
         specs = [ChildSpec(name, argv, {}, folder / f"{name.replace('/', '.')}.log") for name in NAMES]
         monkeypatch.setattr(processes, "everything", lambda run: specs)
-        config = build_config({"model": {"path": str(folder)}, "runtime": runtime})
+        config = build_config({"model": {"path": str(folder)}, "runtime": {"restart": True} | runtime})
         self.supervisor = Supervisor()
         self.supervisor.start(specs)
         self.console = Console(record=True, file=(folder / "console").open("w"))

@@ -19,7 +19,6 @@ DECODE, PREFILL = "decode-0/dp0/tp0", "prefill-0/tp0"
 
 def test_killed_prefill_worker_during_a_transfer(checkpoints: dict[str, Path]) -> None:
     fields = BASE | {"prefill.max_tokens_per_step": 64, "runtime.heartbeat_s": 0.2, "runtime.lost_after_s": 2.0}
-    fields |= {"runtime.rerun_wait_s": 1.0, "runtime.restart": "false"}
     with Cluster(checkpoints["glm_moe_dsa"], fields) as cluster:
         cluster.complete(prompt_of(65), 2, ignore_eos=True)  # opens the links
         cluster.wait_idle()

@@ -22,6 +22,7 @@ QUICK: dict[str, object] = BASE | {
     "prefill.max_tokens_per_step": 64,
     "runtime.heartbeat_s": 0.2,
     "runtime.lost_after_s": 3.0,
+    "runtime.restart": "true",
 }
 LENGTH, NEW_TOKENS = 200, 300
 LONG, LONG_NEW_TOKENS = 3000, 8
