@@ -31,6 +31,10 @@ class Timing:
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return Timing(median, low, high)
 
+    def __truediv__(self, count: float) -> Timing:
+        """Of one of `count` things done in each run."""
+        return Timing(self.median / count, self.low / count, self.high / count)
+
 
 @dataclass(frozen=True)
 class Pair:

@@ -175,6 +175,25 @@ def test_the_clock_starts_over_before_it_runs_out(each_backend: str) -> None:
         assert {1, 2, 10 + step, 9 + step if step else 4} == set(state.slot_to_token[0].tolist())
 
 
+@pytest.mark.parametrize("idle", [0, 3, 200, 5000])
+def test_the_oldest_slots_go_first_however_long_ago_they_were_used(idle: int) -> None:
+    """A hot buffer that has had hits only for `idle` calls: both back ends take the same victims, the oldest ones."""
+    results, rng = [], generator(idle)
+    fills = [torch.randperm(200, generator=rng)[:12].tolist() for _ in range(6)]
+    for name in BACKENDS:
+        state = ResidencyState.empty(1, 40)
+        with backend(name):
+            for step, ids in enumerate(fills):
+                call([ids], [500], state, [0])
+                state.clock.add_(idle * step)
+            age = state.last_used[0].clone()
+            result = call([[300 + i for i in range(12)]], [500], state, [0])
+        taken = result.miss_slots[0].tolist()
+        assert taken == sorted(sorted(range(40), key=lambda slot: (int(age[slot]), slot))[:12])
+        results.append(taken)
+    assert results[0] == results[1]
+
+
 def test_another_generation_never_hits(each_backend: str) -> None:
     state = ResidencyState.empty(1, 4)
     call([[1, 2, 3, 4]], [50], state, [0], [1])

@@ -90,8 +90,6 @@ struct Kernels {
   // Lists the slots that hold a wanted position, sets their `used` to `now`, empties those that hold a position from
   // `stable` on (used: 0), and finds the least `used`. Returns how many are listed, by rising slot.
   int64_t (*match_slots)(const SlotTask& task);
-  // counts[i] = how many of `used` are at most limits[i].
-  void (*count_up_to)(const int32_t* used, int64_t count, const int32_t (&limits)[4], int64_t (&counts)[4]);
   // Lists the slots with `used` at most limit, by rising slot, in room for count + 16; returns how many.
   int64_t (*list_up_to)(const int32_t* used, int64_t count, int32_t limit, int32_t* slots);
 };

@@ -200,6 +200,5 @@ constexpr Kernels kTable = {
     nullptr,
 #endif
     match_slots,
-    count_up_to,
     list_up_to,
 };

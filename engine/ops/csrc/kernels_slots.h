@@ -48,25 +48,12 @@ int64_t match_slots(const SlotTask& task) {
   return hits;
 }
 
-void count_up_to(const int32_t* used, int64_t count, const int32_t (&limits)[4], int64_t (&counts)[4]) {
-  for (int i = 0; i < 4; ++i) counts[i] = 0;
-  constexpr int64_t kChunk = 4096;  // counted in 32 bits
-  for (int64_t first = 0; first < count; first += kChunk) {
-    const int64_t end = first + kChunk < count ? first + kChunk : count;
-    int32_t part[4] = {};
-    for (int64_t s = first; s < end; ++s)
-      for (int i = 0; i < 4; ++i) part[i] += used[s] <= limits[i];
-    for (int i = 0; i < 4; ++i) counts[i] += part[i];
-  }
-}
-
 int64_t list_up_to(const int32_t* used, int64_t count, int32_t limit, int32_t* slots) {
   int64_t found = 0, s = 0;
 #if SLUICE_LANES == 16
   __m512i slot = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (; s + 16 <= count; s += 16, slot = _mm512_add_epi32(slot, _mm512_set1_epi32(16))) {
     const __mmask16 listed = _mm512_cmple_epi32_mask(_mm512_loadu_si512(used + s), _mm512_set1_epi32(limit));
-    if (!listed) continue;
     _mm512_storeu_si512(slots + found, _mm512_maskz_compress_epi32(listed, slot));
     found += __builtin_popcount(listed);
   }

@@ -88,9 +88,9 @@ bool is_bijection(const Request& r) {
   return legal && residents == r.capacity;
 }
 
-// Whether the request keeps the operator's preconditions; if it does in state -1, `resident` is set (an identity row is
+// Returns whether the request keeps the operator's preconditions. In state -1 it then sets `resident` (an identity row is
 // cut to its first `capacity` positions).
-bool is_legal(const Request& r) {
+bool admit(const Request& r) {
   const int64_t rows = r.rows(), topk = r.a.topk, block = r.a.block_size;
   if (r.keys < rows || r.keys > r.a.pool_width) return false;
   if (r.state == kNotOffloaded) return true;
@@ -253,7 +253,7 @@ int run(const Args& a) {
   auto request_of = [&](int64_t i) { return Request(a, i, resident + i * words, totals + first_tile[i] * stride, stride); };
   parallel_for(a.threads, a.requests, [&](int64_t i) {
     const Request request = request_of(i);
-    legal[i] = is_legal(request);
+    legal[i] = admit(request);
     searched[i] = !legal[i] ? 0 : request.state == kNotOffloaded ? kCausal : request.stable;
   });
 

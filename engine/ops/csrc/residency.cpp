@@ -25,6 +25,8 @@ Span rows_of(const Args& a, int64_t i) {
   return {i == 0 ? 0 : a.query_ends[i - 1], a.query_ends[i]};
 }
 
+constexpr int64_t kMostWanted = 1 << 16;  // places in a request's top-k are kept in 16 bits: half the memory to touch
+
 // A request's hot buffer and what it wants from it. Lookups are by bits and by passes over the slots in order, so that a
 // buffer that is not in the processor's caches is read from memory once, forwards.
 class HotBuffer {
@@ -45,47 +47,69 @@ class HotBuffer {
 
   bool cached(int32_t id) const { return static_cast<uint32_t>(id) < static_cast<uint32_t>(stable_); }
 
-  // Finds which of the ids are hits: slots[i] becomes their slot, -1 for all others. An id named again is only looked up
-  // at its first place; returns whether there is one.
+  // Finds which of the ids (at most kMostWanted) are hits: slots[i] becomes their slot, -1 for all others. An id named
+  // again is only looked up at its first place; returns whether there is one.
   bool look_up(const int32_t* ids, int64_t count, int32_t* slots) {
     Buffers& buffers = memory();
     tick();
     uint64_t* wanted = buffers.wanted.take<uint64_t>(bit_words(stable_) + 1);
-    place_ = buffers.place.take<int32_t>(stable_);
+    place_ = buffers.place.take<uint16_t>(stable_);
     int32_t* hit_tokens = buffers.tokens.take<int32_t>(capacity_ + 16);
     int32_t* hit_slots = buffers.slots.take<int32_t>(capacity_ + 16);
     clear_bits(wanted, stable_ + 1);
-    bool repeated = false;
-    for (int64_t i = 0; i < count; ++i) {
-      if (!cached(ids[i])) continue;
-      if (has_bit(wanted, ids[i])) {
-        repeated = true;
-        continue;
-      }
-      set_bit(wanted, ids[i]);
-      place_[ids[i]] = static_cast<int32_t>(i);
+    uint64_t repeated = 0;
+    uint16_t* const place = place_;
+    const uint32_t stable = static_cast<uint32_t>(stable_);
+    for (int64_t i = count - 1; i >= 0; --i) {  // backwards: the first place of an id stays
+      const uint32_t id = static_cast<uint32_t>(ids[i]);
+      if (id >= stable) continue;
+      const uint64_t bit = uint64_t{1} << (id & 63), old = wanted[id >> 6];
+      repeated |= old & bit;
+      wanted[id >> 6] = old | bit;
+      place[id] = static_cast<uint16_t>(i);
     }
     const int64_t hits = kernel_.match_slots({token_, used_, reinterpret_cast<const int32_t*>(wanted), capacity_,
                                               stable_, clock_, hit_tokens, hit_slots, &oldest_});
     std::fill(slots, slots + count, -1);
-    for (int64_t i = 0; i < hits; ++i) slots[place_[hit_tokens[i]]] = hit_slots[i];
-    return repeated;
+    for (int64_t i = 0; i < hits; ++i) slots[place[hit_tokens[i]]] = hit_slots[i];
+    return repeated != 0;
   }
 
   // The place of an id's first occurrence.
-  int32_t place(int32_t id) const { return place_[id]; }
+  int64_t place(int32_t id) const { return place_[id]; }
 
   // The `count` slots that have not been used for longest, by rising slot; ties go to the lowest slots. Null if so many
   // are not older than this call, which takes a caller that wrote to the state.
   const int32_t* victims(int64_t count) {
-    thread_local Scratch memory;
-    int32_t* slots = memory.take<int32_t>(capacity_ + 16);
-    const Limit limit = limit_of(count);
-    const int64_t found = kernel_.list_up_to(used_, capacity_, limit.time, slots);
-    if (found < count) return nullptr;
-    int64_t ties = count - limit.older, kept = 0;  // how many used at the limit itself are taken
+    thread_local Scratch slot_memory, histogram_memory;
+    int32_t* slots = slot_memory.take<int32_t>(capacity_ + 16);
+    int64_t span = kFirstSpan, found = 0;  // of times from the oldest on: those last used then are candidates
+    const int64_t latest = int64_t{clock_} - 1 - oldest_;  // beyond it are this call's hits
+    for (;; span *= 8) {
+      span = std::min(span, latest);
+      found = kernel_.list_up_to(used_, capacity_, static_cast<int32_t>(oldest_ + span - 1), slots);
+      if (found >= count) break;
+      if (span == latest) return nullptr;
+    }
+    // The `count` oldest of the candidates: up to time `last`, and of those used then only the first `ties`.
+    int64_t last = 0, ties = count;
+    if (span <= kHistogram) {
+      int32_t* histogram = histogram_memory.take<int32_t>(span);
+      std::fill(histogram, histogram + span, 0);
+      for (int64_t i = 0; i < found; ++i) ++histogram[used_[slots[i]] - oldest_];
+      while (ties > histogram[last]) ties -= histogram[last++];
+      last += oldest_;
+    } else {
+      int32_t* times = histogram_memory.take<int32_t>(found);
+      for (int64_t i = 0; i < found; ++i) times[i] = used_[slots[i]];
+      std::nth_element(times, times + (count - 1), times + found);
+      last = times[count - 1];
+      ties = count - std::count_if(times, times + count, [&](int32_t time) { return time < last; });
+    }
+    int64_t kept = 0;
     for (int64_t i = 0; i < found; ++i) {
-      const bool tie = used_[slots[i]] == limit.time, taken = !tie || ties > 0;
+      const int64_t time = used_[slots[i]];
+      const bool tie = time == last, taken = time < last || (tie && ties > 0);
       ties -= tie;
       slots[kept] = slots[i];
       kept += taken;
@@ -99,6 +123,8 @@ class HotBuffer {
   }
 
  private:
+  static constexpr int64_t kFirstSpan = 8, kHistogram = 4096;
+
   struct Buffers {
     Scratch wanted, place, tokens, slots;
   };
@@ -116,35 +142,6 @@ class HotBuffer {
     clock_ += 2;
   }
 
-  // The least time such that at least `count` slots were last used until then; `older` of them before.
-  struct Limit {
-    int32_t time;
-    int64_t older;
-  };
-
-  Limit limit_of(int64_t count) const {
-    int64_t low = oldest_, high = low, older = 0;  // `older` slots were last used before `low`
-    const int64_t latest = clock_ - 2;             // no hit of this call
-    for (bool bounded = false; !bounded || low < high;) {
-      int32_t limits[4];
-      int64_t counts[4];
-      const int64_t step = bounded ? (high - low + 4) / 5 : high - low + 1;
-      for (int i = 0; i < 4; ++i)
-        limits[i] = static_cast<int32_t>(std::min(bounded ? high - 1 : latest, low + (i + 1) * step - 1));
-      kernel_.count_up_to(used_, capacity_, limits, counts);
-      int i = 0;
-      while (i < 4 && counts[i] < count) ++i;
-      if (i > 0) low = limits[i - 1] + int64_t{1}, older = counts[i - 1];
-      if (i < 4)
-        high = limits[i], bounded = true;
-      else if (!bounded) {
-        if (limits[3] == latest) return {static_cast<int32_t>(latest), older};
-        high = low + 4 * step;
-      }
-    }
-    return {static_cast<int32_t>(low), older};
-  }
-
   const Kernels& kernel_;
   int32_t* token_;
   int32_t* used_;
@@ -152,7 +149,7 @@ class HotBuffer {
   const int64_t capacity_;
   const int32_t stable_;
   int32_t oldest_ = 0;
-  int32_t* place_ = nullptr;
+  uint16_t* place_ = nullptr;
 };
 
 // The top-k of all rows of a request are one list of `wanted` positions: what any row names is fetched once, and no row
@@ -189,11 +186,12 @@ void update_request(const Args& a, int64_t request, FirstFault& fault) {
   int32_t* places = place_memory.take<int32_t>(wanted + 1);
   bool tail = false;
   for (int64_t i = 0; i < wanted; ++i) {
-    const bool cached = hot.cached(ids[i]);
     tail |= ids[i] >= stable;
     places[misses] = static_cast<int32_t>(i);
-    misses += cached && slots[i] < 0 && (!repeated || hot.place(ids[i]) == i);
+    misses += hot.cached(ids[i]) & (slots[i] < 0);
   }
+  if (repeated)
+    misses = std::remove_if(places, places + misses, [&](int32_t i) { return hot.place(ids[i]) != i; }) - places;
   if (misses > 0) {
     const int32_t* victims = hot.victims(misses);
     if (victims == nullptr) return fault.report(state, request);
@@ -227,6 +225,9 @@ int check(const Args& a) {
                      static_cast<long long>(request), static_cast<long long>(wanted),
                      static_cast<long long>(span.end - span.begin), static_cast<long long>(a.capacity),
                      static_cast<long long>(a.miss_capacity));
+    if (wanted > kMostWanted)
+      return invalid("request %lld selects %lld positions; legal: at most %lld", static_cast<long long>(request),
+                     static_cast<long long>(wanted), static_cast<long long>(kMostWanted));
     const int32_t state = a.row_index[request];
     if (state < 0) continue;
     if (state >= a.state_rows || named[state])
