@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench | bench-decode | docs | proto | clean  (README.md shows what each one does)
+# make setup | demo | test | lint | bench | bench-decode | bench-prefill | docs | proto | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test lint docs bench bench-decode clean
+.PHONY: setup proto native demo test lint docs bench bench-decode bench-prefill clean
 setup: $(VENV)/.installed build/.native build/torch_npu/.installed
 
 $(VENV)/.tools: constraints.txt
@@ -57,6 +57,9 @@ bench: setup
 
 bench-decode: setup
 	$(BIN)/python -m benchmarks.decode_ops
+
+bench-prefill: setup
+	$(BIN)/python -m benchmarks.prefill
 
 clean:
 	rm -rf build proto/gen $(VENV) run *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
-import threading
 
 from decode_node.geometry import plan_geometry
 from decode_node.identity import Place, worker_info
@@ -16,6 +14,7 @@ from decode_node.worker import DecodeWorker
 from engine.config import ConfigError, load_config
 from engine.config_check import served_model
 from engine.model.config_reader import ModelConfigError
+from transfer.hostcann.runtime import end_process
 
 
 def read_setup(arguments: list[str] | None) -> NodeSetup:
@@ -60,8 +59,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    if any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate()):
-        sys.stderr.flush()
-        os._exit(status)  # the engine hangs in a call that cannot be interrupted; the interpreter would wait for it
-    sys.exit(status)
+    end_process(main())

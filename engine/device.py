@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transfer.hostcann import runtime
+import transfer.hostcann.runtime as runtime
 
 ALIGNMENT = 2 << 20  # MemFabric registers ranges rounded out to 2 MiB
 

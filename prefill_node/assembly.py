@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,7 +37,6 @@ from prefill_node.shape import PrefillShape
 from transfer.mem_pool import MemPool
 from transfer.memfabric import MemFabricEngine
 
-_CLOSE_S = 6.0
 LEASES_PER_STEP = 2  # what a step needs is leased for twice its longest time, and renewed at half of that
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,6 +47,7 @@ class RankParts:
 
     rank: PrefillRank
     device: Device
+    engine: MemFabricEngine  # serves readers for as long as it is referenced
     gate: ReuseGate
     publisher: Publisher
     pool: GuardedPool
@@ -70,7 +69,9 @@ class RankPlan:
 
 
 def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> RankParts:
-    """Loads the model, takes the device memory, opens the transfers; `stack` closes everything in reverse order.
+    """Loads the model, takes the device memory, opens the transfers; `stack` closes what must take its leave.
+
+    Device memory and the transfer engine are left to the end of the process: readers may be at work until then.
 
     `progress` is told what is being done, and may raise to give up. Errors of the parts pass through.
     """
@@ -79,7 +80,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     ops.set_device(info.device_id)
     decoder = _load(plan, stack, progress)
     progress("taking device memory")
-    device = stack.enter_context(contextlib.closing(Device(info.device_id)))
+    device = Device(info.device_id)
     buffers = LayerBuffers(
         device,
         shape.plan,
@@ -90,11 +91,9 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     )
     words = GenerationWords(buffers.generation_words)
     progress("opening the transfer engine")
-    engine = _open_engine(plan, buffers, stack)
+    engine = _open_engine(plan, buffers)
     progress("opening the pool")
-    joined = _open_pool(plan, buffers, stack)
-    stack.callback(_close_together, engine.close, joined.close)
-    pool = GuardedPool(joined)
+    pool = GuardedPool(_open_pool(plan, buffers, stack))
     gate = ReuseGate(shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s)
     errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     publisher = Publisher(
@@ -139,16 +138,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     stack.callback(backend.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
     rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size, draft)
-    return RankParts(rank, device, gate, publisher, pool, loader, saver, backend)
-
-
-def _close_together(*closes: Callable[[], None]) -> None:
-    """Each of the wheels takes its leave in seconds, most of them asleep. Closing twice is harmless."""
-    threads = [threading.Thread(target=close, daemon=True) for close in closes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_CLOSE_S)
+    return RankParts(rank, device, engine, gate, publisher, pool, loader, saver, backend)
 
 
 def _load(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> DsaDecoder:
@@ -169,7 +159,8 @@ def _load(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str],
     return DsaDecoder(plan.model, weights, group, dtype)
 
 
-def _open_engine(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStack) -> MemFabricEngine:
+def _open_engine(plan: RankPlan, buffers: LayerBuffers) -> MemFabricEngine:
+    """It serves readers until the process ends: its own farewell would only sleep for five seconds."""
     config = plan.config
     engine = MemFabricEngine(
         host=config.runtime.host,
@@ -178,7 +169,6 @@ def _open_engine(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitSt
         protocol=config.transfer.protocol,
         store_url=f"tcp://{config.runtime.host}:{config.transfer.store_port}",
     )
-    stack.callback(engine.close)
     for address, nbytes in (*buffers.regions(), buffers.generation_region()):
         engine.register(address, nbytes)
     return engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
 
 from engine.config import ConfigError, SluiceConfig, load_config
@@ -15,6 +14,7 @@ from prefill_node.assembly import RankPlan
 from prefill_node.identity import Place, worker_info
 from prefill_node.shape import prefill_shape
 from prefill_node.worker import PrefillWorker
+from transfer.hostcann.runtime import end_process
 
 STOP_TIMEOUT_S = 8.0  # for the step under way and the closing of the transfers
 
@@ -67,10 +67,8 @@ async def _serve(plan: RankPlan) -> int:
     await process.stop()
     if not ended:
         logging.getLogger(__name__).error("the engine thread did not end within %.0f s", STOP_TIMEOUT_S)
-        logging.shutdown()
-        os._exit(code or 1)
-    return code
+    return code if ended else code or 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -38,4 +38,10 @@ HOSTCANN_API int hostcann_count_copy(int device, int kind, uint64_t bytes);
 /* HBM of `device` in use by all live processes, and its size, in bytes. 0, or an ACL error code. */
 HOSTCANN_API int hostcann_device_memory(int device, uint64_t *in_use, uint64_t *total);
 
+/*
+ * Give up this process's folder, as its normal end does: for a process that is about to end by _exit. Its memory stays
+ * mapped, but no peer can find it any more.
+ */
+HOSTCANN_API void hostcann_leave(void);
+
 #endif

@@ -232,7 +232,7 @@ __attribute__((constructor)) static void watch_forks(void)
 }
 
 /* A process that ends normally leaves nothing behind; one that is killed leaves its folder to the next sweep. */
-__attribute__((destructor)) static void remove_folder(void)
+__attribute__((destructor)) void hostcann_leave(void)
 {
     if (lock_fd < 0)
         return;
