@@ -26,9 +26,11 @@ from decode_node.sessions import DECODE_SERVICE, DecodeSessions, SessionTerms
 from decode_node.status import add_pulls, add_rank, add_scheduling
 from engine.tp_channel import TpFollower, TpLeader
 from engine.worker import WorkerProcess
+from transfer.hostcann.runtime import end_process_within
 
 log = logging.getLogger(__name__)
 DRAIN_S = 1.0  # how long sessions get to tell their clients why they end
+END_S = 6.5  # for all of a stop; then the process ends as it is
 STOP_S = 3.0  # how long the engine thread gets to end its turn and to close its sockets
 
 
@@ -72,6 +74,7 @@ class DecodeWorker:
         engine = threading.Thread(target=self._engine, name="engine", daemon=True)
         engine.start()
         status = await self._process.run()
+        end_process_within(END_S)
         self._stopping.set()
         if self._loop is not None:
             self._loop.stop()

@@ -14,9 +14,10 @@ from prefill_node.assembly import RankPlan
 from prefill_node.identity import Place, worker_info
 from prefill_node.shape import prefill_shape
 from prefill_node.worker import PrefillWorker
-from transfer.hostcann.runtime import end_process
+from transfer.hostcann.runtime import end_process, end_process_within
 
-STOP_TIMEOUT_S = 8.0  # for the step under way and the closing of the transfers
+STOP_TIMEOUT_S = 4.0  # for the step under way and the closing of the transfers
+END_TIMEOUT_S = 6.5  # for all of a stop; then the process ends as it is
 
 
 def main() -> int:
@@ -63,6 +64,7 @@ async def _serve(plan: RankPlan) -> int:
         on_failure=lambda reason: loop.call_soon_threadsafe(process.fail, reason),
     )
     code = await process.run()
+    end_process_within(END_TIMEOUT_S)
     ended = await asyncio.to_thread(worker.stop, STOP_TIMEOUT_S)
     await process.stop()
     if not ended:

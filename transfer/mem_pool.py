@@ -27,7 +27,7 @@ _DRAM = 1  # where objects are allocated
 _RETRY_INTERVAL_S = 0.05
 _RELEASE_SETTLES_S = 0.02
 _MAPPING_S = 2.0  # how long the memory of a member that has just joined may stay unmapped
-_CLOSE_DEADLINE_S = 5.0
+_CLOSE_DEADLINE_S = 2.5
 _DIAL_S = 2.0
 _KEYS_IN_MESSAGE = 4
 
@@ -237,7 +237,7 @@ class MemPool:
     def close(self) -> None:
         """Leave the pool, taking this process's memory out of it. Idempotent.
 
-        Leaving can hang when another member was killed before; after 5 s it is left to the end of the process.
+        Leaving can hang when another member was killed before; after 2.5 s it is left to the end of the process.
         """
         if self._closed:
             return
