@@ -187,6 +187,16 @@ class FaultsSection(Section):
     zero_host_rows: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="decode zeroes the host-pool rows of requests whose id contains this text, once pulled"
     )
+    seed: int = Field(0, description="of everything that is random in a fault")
+    pool_delay_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="every pool operation of prefill takes up to this much longer"
+    )
+    pool_failure: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="probability that a pool operation of prefill fails"
+    )
+    reuse_gate_off: bool = Field(
+        False, description="prefill overwrites layer buffers without waiting for their readers; for proofs only"
+    )
 
 
 class SluiceConfig(Section):

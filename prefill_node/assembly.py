@@ -22,9 +22,11 @@ from engine.model.parallel import TensorParallelGroup
 from engine.model.shard import Shard
 from prefill_node.backend import PrefillBackend
 from prefill_node.block_keys import Writers
+from prefill_node.faulty_pool import FaultyPool
 from prefill_node.generation import GenerationWords
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.link import SourceInfo
+from prefill_node.pool_client import PoolClient
 from prefill_node.pool_health import GuardedPool
 from prefill_node.pool_loader import PoolLoader
 from prefill_node.pool_objects import PoolObjects
@@ -93,8 +95,10 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     progress("opening the transfer engine")
     engine = _open_engine(plan, buffers)
     progress("opening the pool")
-    pool = GuardedPool(_open_pool(plan, buffers, stack))
-    gate = ReuseGate(shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s)
+    pool = GuardedPool(_with_faults(plan, _open_pool(plan, buffers, stack)))
+    gate = ReuseGate(
+        shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s, closes=not config.faults.reuse_gate_off
+    )
     errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     publisher = Publisher(
         SourceInfo(
@@ -190,3 +194,11 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStac
     for address, nbytes in buffers.pool_regions():
         pool.register(address, nbytes)
     return pool
+
+
+def _with_faults(plan: RankPlan, pool: PoolClient) -> PoolClient:
+    faults = plan.config.faults
+    if not (faults.pool_delay_s or faults.pool_failure):
+        return pool
+    seed = f"{faults.seed} {plan.info.worker_id}"
+    return FaultyPool(pool, delay_s=faults.pool_delay_s, failure=faults.pool_failure, seed=seed)

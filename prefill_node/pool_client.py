@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -47,6 +48,44 @@ class PoolClient(Protocol):
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
         """Deletes finished objects; which of them were there."""
+
+
+class WrappedPool(ABC):
+    """A `PoolClient` whose every operation goes through `_call`."""
+
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
+        return self._call(lambda pool: pool.alloc(keys, sizes, wait_s=wait_s))
+
+    def save(self, pool: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None:
+        self._call(lambda inner: inner.save(pool, sources, sizes))
+
+    def load(self, pool: Sequence[int], destinations: Sequence[int], sizes: Sequence[int], /) -> None:
+        self._call(lambda inner: inner.load(pool, destinations, sizes))
+
+    def finish(self, keys: Sequence[str]) -> None:
+        self._call(lambda pool: pool.finish(keys))
+
+    def abort(self, keys: Sequence[str]) -> None:
+        self._call(lambda pool: pool.abort(keys))
+
+    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
+        return self._call(lambda pool: pool.lease(keys, ttl_ms))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return self._call(lambda pool: pool.exists(keys))
+
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        return self._call(lambda pool: pool.locate(keys))
+
+    def release(self, keys: Sequence[str]) -> None:
+        self._call(lambda pool: pool.release(keys))
+
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        return self._call(lambda pool: pool.remove(keys))
+
+    @abstractmethod
+    def _call(self, operation: Callable[[PoolClient], T]) -> T:
+        """Carries out one operation on the pool behind."""
 
 
 class PoolStuck(RuntimeError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from prefill_node.pool_client import PoolClient
+from prefill_node.pool_client import PoolClient, WrappedPool
 from transfer.mem_pool import PoolError, PoolFull, PoolKeyExists
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class HealthCounters(NamedTuple):
     outages: int  # times it stopped answering
 
 
-class GuardedPool:
+class GuardedPool(WrappedPool):
     """A `PoolClient` over another one. Thread safe.
 
     A call that fails (a full pool or an existing key is an answer, not a failure) means that the pool is down: for
@@ -43,41 +43,11 @@ class GuardedPool:
     def counters(self) -> HealthCounters:
         return HealthCounters(self._errors, self._outages)
 
-    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
-        return self._call(lambda: self._pool.alloc(keys, sizes, wait_s=wait_s))
-
-    def save(self, pool: Sequence[int], sources: Sequence[int], sizes: Sequence[int], /) -> None:
-        self._call(lambda: self._pool.save(pool, sources, sizes))
-
-    def load(self, pool: Sequence[int], destinations: Sequence[int], sizes: Sequence[int], /) -> None:
-        self._call(lambda: self._pool.load(pool, destinations, sizes))
-
-    def finish(self, keys: Sequence[str]) -> None:
-        self._call(lambda: self._pool.finish(keys))
-
-    def abort(self, keys: Sequence[str]) -> None:
-        self._call(lambda: self._pool.abort(keys))
-
-    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
-        return self._call(lambda: self._pool.lease(keys, ttl_ms))
-
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(lambda: self._pool.exists(keys))
-
-    def locate(self, keys: Sequence[str]) -> list[int | None]:
-        return self._call(lambda: self._pool.locate(keys))
-
-    def release(self, keys: Sequence[str]) -> None:
-        self._call(lambda: self._pool.release(keys))
-
-    def remove(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(lambda: self._pool.remove(keys))
-
-    def _call(self, call: Callable[[], T]) -> T:
+    def _call(self, operation: Callable[[PoolClient], T]) -> T:
         if self._cause and time.monotonic() < self._retry_at:
             raise PoolError(f"the pool is down: {self._cause}")
         try:
-            result = call()
+            result = operation(self._pool)
         except (PoolFull, PoolKeyExists):
             self._up()
             raise

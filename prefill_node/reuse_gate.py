@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
+
+log = logging.getLogger(__name__)
 
 
 class Generations(Protocol):
@@ -67,9 +70,15 @@ class ReuseGate:
       never does.
 
     Thread safe. Deadlines are ``time.monotonic()`` seconds.
+
+    A gate that is not ``closes`` (``faults.reuse_gate_off``) keeps only the second invariant: it gives every consumer
+    up at once. It is there to prove that tests notice what the gate prevents.
     """
 
-    def __init__(self, num_slots: int, words: Generations, *, save_grace_s: float) -> None:
+    def __init__(self, num_slots: int, words: Generations, *, save_grace_s: float, closes: bool = True) -> None:
+        self._closes = closes
+        if not closes:
+            log.critical("THE REUSE GATE IS OFF (faults.reuse_gate_off): layer buffers are overwritten while in use")
         self._words = words
         self._save_grace_s = save_grace_s
         self._changed = threading.Condition()
@@ -119,10 +128,10 @@ class ReuseGate:
         """
         started = time.monotonic()
         with self._changed:
-            while (wake := self._next_deadline(slot, time.monotonic())) is not None:
+            while self._closes and (wake := self._next_deadline(slot, time.monotonic())) is not None:
                 self._changed.wait(max(0.0, wake - time.monotonic()))
             uses = self._uses[slot]
-            if uses:  # fenced reads which may be copying at this moment
+            if uses:  # given up, and perhaps copying at this moment
                 self._words.bump(slot)
                 self._bumps += 1
                 uses.clear()

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from prefill_node.faulty_pool import FaultyPool
 from prefill_node.pool_health import GuardedPool
 from tests.prefill_node.harness import MemoryPool
 from transfer.mem_pool import PoolError, PoolFull
@@ -50,3 +51,28 @@ def test_a_full_pool_is_not_down():
     with pytest.raises(PoolFull):
         pool.alloc(["a"], [1])
     assert pool.down == ""
+
+
+def test_faults_on_demand_are_those_of_the_seed():
+    def faults(seed):
+        pool, failed = FaultyPool(MemoryPool(), delay_s=0.0, failure=0.3, seed=seed), []
+        for _ in range(100):
+            try:
+                pool.exists(["a"])
+            except PoolError as error:
+                assert "faults.pool_failure" in str(error)
+                failed.append(True)
+            else:
+                failed.append(False)
+        return failed
+
+    assert faults(1) == faults(1) != faults(2)
+    assert 15 < sum(faults(1)) < 45
+
+
+def test_a_slow_pool_on_demand_answers_late():
+    pool = FaultyPool(MemoryPool(), delay_s=0.02, failure=0.0, seed=0)
+    started = time.monotonic()
+    for _ in range(10):
+        assert pool.exists(["a"]) == [False]
+    assert 0.04 < time.monotonic() - started < 1.0

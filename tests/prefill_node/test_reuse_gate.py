@@ -156,3 +156,18 @@ def test_generation_words_are_checked() -> None:
     assert len(words) == 2
     assert words[0] == tensor[0].item() != 0
     assert words.bump(1) == tensor[1].item()
+
+
+def test_a_gate_that_is_off_waits_for_nobody_and_says_so(
+    words: GenerationWords, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = ReuseGate(3, words, save_grace_s=0.2, closes=False)
+    assert "THE REUSE GATE IS OFF" in caplog.text
+    before = words[SLOT]
+    gate.add(SLOT, read(1), soon(60))
+    gate.add(SLOT, save(1), soon(60))
+    started = time.monotonic()
+    gate.wait(SLOT)
+    assert time.monotonic() - started < 1.0
+    assert words[SLOT] != before, "readers are not told"
+    assert not gate.done(SLOT, read(1))
