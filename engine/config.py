@@ -70,7 +70,10 @@ class KvSection(Section):
 class HostcannSection(Section):
     """The emulated Ascend driver; ignored on machines with a real one."""
 
-    chip: str = Field("Ascend910_9382", description="what aclrtGetSocName answers; Ascend910_9382 behaves as A3")
+    chip: Literal["Ascend910_9382", "Ascend910B4"] = Field(
+        "Ascend910_9382",
+        description="what aclrtGetSocName answers; Ascend910_9382 behaves as A3, Ascend910B4 as A2",
+    )
     devices: Positive | None = Field(None, description="emulated devices; one per worker process if absent")
     hbm_bytes: Bytes = Field(1 << 30, description="memory of each emulated device")
     root: str | None = Field(None, description="folder for device memory; below /dev/shm if absent")

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
 
 _DEFAULT_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -75,6 +76,25 @@ class Tokenizer:
         """
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def least_tokens(self, text: str) -> int:
+        """A lower bound, at once, of how many tokens `text` has: its bytes over those of the longest token.
+
+        0 for tokenizers that may drop parts of a text; byte-level BPE, which all served families use, keeps every byte.
+        """
+        return len(text.encode()) // self._longest_token if self._keeps_every_byte else 0
+
+    @cached_property
+    def _keeps_every_byte(self) -> bool:
+        backend = self._backend
+        strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        byte_level = isinstance(backend.model, models.BPE) and isinstance(backend.decoder, decoders.ByteLevel)
+        return byte_level and backend.normalizer is None and not strips
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of text one token stands for at most; the vocabulary spells a byte with one character or more."""
+        return max((len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that form no character come out as U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -83,12 +103,10 @@ class Tokenizer:
         """The text of a single token, special ones included: how it is shown beside its log-probability."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a chat; see `render_chat`. The template writes the special tokens, so none are added."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
-
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The chat as the text the model was trained on; messages are {"role": ..., "content": ...}.
+
+        The template writes the special tokens: encode it with `add_special_tokens=False`.
 
         Raises:
             TokenizerError: the template is broken or refuses these messages.

@@ -74,6 +74,7 @@ class RequestValidator:
             raise invalid(param, "is empty; at least one token is needed")
         if len(text) <= _INLINE_CHARS:
             return tokenizer.encode(text)
+        self._check_length(tokenizer.least_tokens(text), param, "at least ")
         return await asyncio.to_thread(tokenizer.encode, text)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -83,9 +84,11 @@ class RequestValidator:
             for value in message.values():
                 _check_text(value, "messages")
         try:
-            return await asyncio.to_thread(tokenizer.encode_chat, messages)
+            text = await asyncio.to_thread(tokenizer.render_chat, messages)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from error
+        self._check_length(tokenizer.least_tokens(text), "messages", "at least ")
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
 
     def request(
         self,
@@ -112,6 +115,15 @@ class RequestValidator:
             raise invalid(param, "the checkpoint has no tokenizer; send token ids as the prompt of /v1/completions")
         return self.tokenizer
 
+    def _check_length(self, count: int, param: str, qualifier: str = "") -> None:
+        if count >= self.max_model_len:
+            raise invalid(
+                param,
+                f"has {qualifier}{count} tokens, but the model's maximum context length is "
+                f"{self.max_model_len} tokens, of which at least one is for the output; legal: at most "
+                f"{self.max_model_len - 1}",
+            )
+
     def _check_prompt(self, prompt: Sequence[int], capacity: Capacity, param: str) -> None:
         if not prompt:
             raise invalid(param, "is empty; at least one token is needed")
@@ -120,12 +132,7 @@ class RequestValidator:
             if not 0 <= token < vocab:
                 raise invalid(param, f"token id {shown(token)} at position {position}; legal: 0 to {vocab - 1}")
         count = len(prompt)
-        if count >= self.max_model_len:
-            raise invalid(
-                param,
-                f"has {count} tokens, but the model's maximum context length is {self.max_model_len} tokens, of which "
-                f"at least one is for the output; legal: at most {self.max_model_len - 1}",
-            )
+        self._check_length(count, param)
         if capacity.prompt_tokens is not None and count > capacity.prompt_tokens:
             raise invalid(param, f"has {count} tokens, but the prefill workers hold at most {capacity.prompt_tokens}")
         if capacity.total_tokens is not None and count >= capacity.total_tokens:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_SUFFIX = "_scale_inv"
 
 
@@ -66,7 +67,8 @@ class Checkpoint:
         """A contiguous copy of tensor `name`, of full `shape`, cut to half-open `rows` and `columns` ranges.
 
         Raises:
-            CheckpointError: the tensor is missing, has another shape, or is FP8 without scales.
+            CheckpointError: the tensor is missing, has another shape, holds no floating-point numbers, or is FP8
+                without scales.
         """
         if name not in self._where:
             raise CheckpointError(f"{self._dir}: tensor {name} is missing; needed with shape {list(shape)}")
@@ -76,12 +78,20 @@ class Checkpoint:
             raise CheckpointError(f"{self._dir}: tensor {name} has shape {list(found)}; needed: {list(shape)}")
         row_range = rows or (0, shape[0])
         if len(shape) == 1:
-            return _owned(source[row_range[0] : row_range[1]], dtype)
+            return self._owned(name, source[row_range[0] : row_range[1]], dtype)
         column_range = columns or (0, shape[1])
         part: Tensor = source[row_range[0] : row_range[1], column_range[0] : column_range[1]]
         if part.dtype == torch.float8_e4m3fn:
             part = self._dequantise(name, part, shape, row_range, column_range)
-        return _owned(part, dtype)
+        return self._owned(name, part, dtype)
+
+    def _owned(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of `dtype` that shares no memory with the mapped file."""
+        if part.dtype not in _DTYPES:
+            legal = ", ".join(str(legal).removeprefix("torch.") for legal in _DTYPES)
+            found = str(part.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self._dir}: tensor {name} holds {found}; legal: {legal}, or float8_e4m3fn weights")
+        return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _dequantise(
         self, name: str, part: Tensor, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]
@@ -106,7 +116,7 @@ class Checkpoint:
         """Which file holds each tensor: by the index of a sharded checkpoint, else by the files' own headers."""
         index = self._dir / _INDEX
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = _weight_map(index)
             missing = sorted({file for file in weight_map.values() if not (self._dir / file).is_file()})
             if missing:
                 raise CheckpointError(f"{index}: names files that do not exist: {', '.join(missing)}")
@@ -117,6 +127,12 @@ class Checkpoint:
         return {name: path for path in files for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
 
 
-def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of `dtype` that shares no memory with the mapped file."""
-    return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name. Raises CheckpointError for a file that is no index."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: is no index of a sharded checkpoint: {error!r}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map each tensor's name to a file's name")
+    return weight_map

@@ -15,6 +15,10 @@ PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the pass key?"}]
 
 
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
 def answer_with(deployment: Deployment, ids: list[int]) -> None:
     deployment.decode.decode.script.tokens, deployment.prefill.prefill.first_token = ids, ids[0]
 
@@ -26,7 +30,7 @@ async def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
         (choice,) = body["choices"]
         assert choice["message"] == {"role": "assistant", "content": "The pass key is 12."}
         assert choice["finish_reason"] == "stop" and choice["token_ids"][-1] == 2
-        assert body["prompt_token_ids"] == tokenizer.encode_chat(MESSAGES)
+        assert body["prompt_token_ids"] == chat_ids(tokenizer, MESSAGES)
         assert list(deployment.decode.decode.admitted[0].prompt) == body["prompt_token_ids"]
         assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == len(body["prompt_token_ids"])
 
@@ -47,7 +51,7 @@ async def test_default_length_is_the_rest_of_what_decode_holds(tokenizer: Tokeni
         await deployment.add("decode", max_request_tokens=300)
         await deployment.http.post(PATH, json={"messages": MESSAGES})
         (admit,) = deployment.decode.decode.admitted
-        assert admit.sampling.max_tokens == 300 - len(tokenizer.encode_chat(MESSAGES))
+        assert admit.sampling.max_tokens == 300 - len(chat_ids(tokenizer, MESSAGES))
 
 
 async def test_stream_begins_with_the_role_and_ends_with_a_reason(tokenizer: Tokenizer) -> None:
@@ -86,7 +90,7 @@ async def test_content_parts_are_joined(tokenizer: Tokenizer) -> None:
     async with deployed() as deployment:
         parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "the pass key?"}]
         await deployment.http.post(PATH, json={"messages": [{"role": "user", "content": parts}], "max_tokens": 1})
-        expected = tokenizer.encode_chat([{"role": "user", "content": "What is\nthe pass key?"}])
+        expected = chat_ids(tokenizer, [{"role": "user", "content": "What is\nthe pass key?"}])
         assert list(deployment.decode.decode.admitted[0].prompt) == expected
 
 

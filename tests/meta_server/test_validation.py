@@ -123,7 +123,23 @@ def test_without_a_tokenizer_text_is_refused() -> None:
     assert "stop_token_ids" in str(refusal(bare, [1], stop=("x",)))
 
 
-def test_long_text_is_tokenized_like_short_text(validator: RequestValidator) -> None:
+def test_long_text_is_tokenized_like_short_text() -> None:
+    tokenizer = Tokenizer.from_dir(MODEL_DIR)
+    assert tokenizer is not None
+    validator = RequestValidator("passkey", ModelConfig.from_dir(MODEL_DIR), 100_000, tokenizer)
     text = "the pass key is 7. " * 1000
+    assert asyncio.run(validator.encode(text)) == tokenizer.encode(text)
+
+
+def test_text_that_can_never_fit_is_refused_before_it_is_tokenized(
+    validator: RequestValidator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten megabytes would keep a tokenizer busy for most of a minute."""
     assert validator.tokenizer is not None
-    assert asyncio.run(validator.encode(text)) == validator.tokenizer.encode(text)
+    monkeypatch.setattr(validator.tokenizer, "encode", None)
+    for encoding in (
+        validator.encode("key " * 2_500_000),
+        validator.encode_chat([{"role": "user", "content": "é" * 10**6}]),
+    ):
+        with pytest.raises(RequestFailed, match=r"has at least \d+ tokens.*legal: at most 999"):
+            asyncio.run(encoding)

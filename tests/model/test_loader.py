@@ -105,6 +105,25 @@ def test_misshaped_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         load(write_checkpoint(tmp_path, config, tensors))
 
 
+def test_tensor_of_integers_is_refused(tmp_path: Path) -> None:
+    """Packed weights of a quantised checkpoint are no numbers to cast."""
+    config = tiny_config("glm_moe_dsa")
+    tensors = random_tensors(config)
+    tensors["model.layers.1.self_attn.o_proj.weight"] = tensors["model.layers.1.self_attn.o_proj.weight"].to(
+        torch.int32
+    )
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj.*int32; legal: float32"):
+        load(write_checkpoint(tmp_path, config, tensors))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_index_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    random_checkpoint(tmp_path, "glm_moe_dsa", shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: "):
+        load(tmp_path)
+
+
 def test_damaged_and_absent_files_are_named(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, "glm_moe_dsa", shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import models
 
 from engine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from engine.tokenizer import Tokenizer, TokenizerError
@@ -154,7 +156,9 @@ def test_chat_template_file_beats_tokenizer_config(directory: Path) -> None:
 
 
 def test_demo_model_answers_chats_in_its_own_format() -> None:
-    assert TOKENIZER.encode_chat(CHAT) == TOKENIZER.encode("<bos>What is the pass key for otter?")
+    assert TOKENIZER.encode(TOKENIZER.render_chat(CHAT), add_special_tokens=False) == TOKENIZER.encode(
+        "<bos>What is the pass key for otter?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,3 +183,18 @@ def test_damaged_files_are_named(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_dir(directory)
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_least_tokens_is_a_lower_bound(text: str) -> None:
+    assert TOKENIZER.least_tokens(text) <= len(TOKENIZER.encode(text))
+
+
+def test_least_tokens_of_a_long_text_is_not_zero() -> None:
+    assert TOKENIZER.least_tokens("key " * 100_000) > 10_000
+
+
+def test_a_tokenizer_that_drops_text_has_no_lower_bound(directory: Path) -> None:
+    """Words it does not know, however long, become one token."""
+    backend = BackendTokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    assert Tokenizer(backend, {}, None).least_tokens("b" * 10_000) == 0
