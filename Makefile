@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench | bench-decode | bench-prefill | docs | proto | clean  (README.md shows what each one does)
+# make setup | demo | test | lint | bench | bench-decode | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test lint docs bench bench-decode bench-prefill clean
+.PHONY: setup proto native demo test lint docs bench bench-decode bench-prefill soak-prefill clean
 setup: $(VENV)/.installed build/.native build/torch_npu/.installed
 
 $(VENV)/.tools: constraints.txt
@@ -60,6 +60,9 @@ bench-decode: setup
 
 bench-prefill: setup
 	$(BIN)/python -m benchmarks.prefill
+
+soak-prefill: setup
+	$(BIN)/python -m pytest --seeds 200 tests/prefill_node/test_slow_consumers.py
 
 clean:
 	rm -rf build proto/gen $(VENV) run *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import math
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from sluice.v1 import registry_pb2
@@ -24,6 +25,7 @@ from prefill_node.backend import PrefillBackend
 from prefill_node.block_keys import Writers
 from prefill_node.faulty_pool import FaultyPool
 from prefill_node.generation import GenerationWords
+from prefill_node.joining_pool import JoiningPool
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.link import SourceInfo
 from prefill_node.pool_client import PoolClient
@@ -31,12 +33,13 @@ from prefill_node.pool_health import GuardedPool
 from prefill_node.pool_loader import PoolLoader
 from prefill_node.pool_objects import PoolObjects
 from prefill_node.pool_saver import PoolSaver
+from prefill_node.pool_watch import PoolWatch
 from prefill_node.publisher import Publisher
 from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Routes
 from prefill_node.shape import PrefillShape
-from transfer.mem_pool import MemPool
+from transfer.mem_pool import MemPool, PoolError, pool_usage
 from transfer.memfabric import MemFabricEngine
 
 LEASES_PER_STEP = 2  # what a step needs is leased for twice its longest time, and renewed at half of that
@@ -53,6 +56,7 @@ class RankParts:
     gate: ReuseGate
     publisher: Publisher
     pool: GuardedPool
+    watch: PoolWatch
     loader: PoolLoader
     saver: PoolSaver
     backend: PrefillBackend
@@ -95,7 +99,10 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     progress("opening the transfer engine")
     engine = _open_engine(plan, buffers)
     progress("opening the pool")
-    pool = GuardedPool(_with_faults(plan, _open_pool(plan, buffers, stack)))
+    joining = JoiningPool(partial(_open_pool, plan, buffers))
+    stack.callback(joining.close)
+    joining.join()
+    pool = GuardedPool(_with_faults(plan, joining))
     gate = ReuseGate(
         shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s, closes=not config.faults.reuse_gate_off
     )
@@ -140,9 +147,11 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
     stack.callback(backend.close)
+    watch = _watch(plan, joining, pool)
+    stack.callback(watch.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
     rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size, draft)
-    return RankParts(rank, device, engine, gate, publisher, pool, loader, saver, backend)
+    return RankParts(rank, device, engine, gate, publisher, pool, watch, loader, saver, backend)
 
 
 def _load(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> DsaDecoder:
@@ -178,7 +187,7 @@ def _open_engine(plan: RankPlan, buffers: LayerBuffers) -> MemFabricEngine:
     return engine
 
 
-def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStack) -> MemPool:
+def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> MemPool:
     config = plan.config
     host = config.runtime.host
     pool = MemPool(
@@ -190,10 +199,21 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers, stack: contextlib.ExitStac
         world_size=2 * config.prefill.groups * config.prefill.tp,
         timeout_s=math.ceil(config.pool.timeout_s / 2),  # an operation makes up to two calls to the meta service
     )
-    stack.callback(pool.close)
-    for address, nbytes in buffers.pool_regions():
-        pool.register(address, nbytes)
+    try:
+        for address, nbytes in buffers.pool_regions():
+            pool.register(address, nbytes)
+    except PoolError:
+        pool.close()
+        raise
     return pool
+
+
+def _watch(plan: RankPlan, joining: JoiningPool, pool: GuardedPool) -> PoolWatch:
+    """Rank 0 also measures the pool, for its group."""
+    config = plan.config
+    metrics_url = f"http://{config.runtime.host}:{config.pool.metrics_port}"
+    measure = partial(pool_usage, metrics_url) if plan.info.tp_rank == 0 else None
+    return PoolWatch(joining.join, pool, measure, period_s=config.runtime.heartbeat_s)
 
 
 def _with_faults(plan: RankPlan, pool: PoolClient) -> PoolClient:

@@ -99,12 +99,14 @@ class LayerBuffers:
     def seal(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
         """Notes the checksums of blocks that were written completely; without checksums nothing."""
         if (words := self._words(layer)) is not None:
-            block_checksums.seal(words, self._own(layer), main_blocks, indexer_blocks)
+            block_checksums.seal(layer, words, self._own(layer), main_blocks, indexer_blocks)
 
     def broken_blocks(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> list[int]:
         """Indices of the blocks that are not as they were sealed; without checksums none."""
         words = self._words(layer)
-        return [] if words is None else block_checksums.broken(words, self._own(layer), main_blocks, indexer_blocks)
+        if words is None:
+            return []
+        return block_checksums.broken(layer, words, self._own(layer), main_blocks, indexer_blocks)
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""

@@ -32,7 +32,7 @@ class GuardedPool(WrappedPool):
         self._pool, self._retry_s = pool, retry_s
         self._lock = threading.Lock()
         self._cause = ""
-        self._retry_at = 0.0
+        self._failed_at = self._retry_at = 0.0
         self._errors = self._outages = 0
 
     @property
@@ -44,17 +44,18 @@ class GuardedPool(WrappedPool):
         return HealthCounters(self._errors, self._outages)
 
     def _call(self, operation: Callable[[PoolClient], T]) -> T:
-        if self._cause and time.monotonic() < self._retry_at:
+        began = time.monotonic()
+        if self._cause and began < self._retry_at:
             raise PoolError(f"the pool is down: {self._cause}")
         try:
             result = operation(self._pool)
         except (PoolFull, PoolKeyExists):
-            self._up()
+            self._up(began)
             raise
         except PoolError as error:
             self._fail(str(error))
             raise
-        self._up()
+        self._up(began)
         return result
 
     def _fail(self, cause: str) -> None:
@@ -63,10 +64,13 @@ class GuardedPool(WrappedPool):
             self._outages += not self._cause
             if not self._cause:
                 log.warning("the pool is down, prefill goes on without it: %s", cause)
-            self._cause, self._retry_at = cause, time.monotonic() + self._retry_s
+            self._cause, self._failed_at = cause, time.monotonic()
+            self._retry_at = self._failed_at + self._retry_s
 
-    def _up(self) -> None:
-        if self._cause:
-            with self._lock:
-                self._cause = ""
-            log.info("the pool is up again")
+    def _up(self, began: float) -> None:
+        """An operation that began at `began` was answered; if another has failed since then, that says nothing."""
+        with self._lock:
+            if not self._cause or began < self._failed_at:
+                return
+            self._cause = ""
+        log.info("the pool is up again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.kv_cache import KVCacheManager, Usage
 from prefill_node.outcome import FailureKind
@@ -62,29 +63,42 @@ class _Entry:
         return len(self.job.prompt) - self.computed
 
 
-def share_budget(remaining: Sequence[int], budget: int, block_size: int) -> list[int]:
+class Need(NamedTuple):
+    """What a request still has to compute."""
+
+    tokens: int
+    divisible: bool = True  # its later chunks can have the rows of its earlier ones
+
+
+def share_budget(needs: Sequence[Need], budget: int, block_size: int) -> list[int]:
     """Tokens each request computes in a step of at most `budget` tokens, in the order given.
 
     Everyone gets an equal share first, so a long prompt cannot hold up the short ones behind it; what the shares leave
-    over goes to the first ones. A share that does not end the prompt is a multiple of `block_size`.
+    over goes to the first ones. A share that does not end the prompt is a multiple of `block_size`. A request that
+    cannot be divided gets all or nothing. The first one always gets something, even if that is more than the budget;
+    it is then alone.
     """
-    if not remaining:
+    if not needs:
         return []
-    quantum = max(block_size, budget // len(remaining))
+    if not needs[0].divisible and needs[0].tokens > budget:
+        return [needs[0].tokens] + [0] * (len(needs) - 1)
+    quantum = max(block_size, budget // len(needs))
     shares = []
     left = budget
-    for need in remaining:
-        shares.append(_whole_blocks(need, min(quantum, left), block_size))
+    for need in needs:
+        shares.append(_share(need, min(quantum, left) if need.divisible else left, block_size))
         left -= shares[-1]
-    for index, need in enumerate(remaining):
-        more = _whole_blocks(need, shares[index] + left, block_size)
+    for index, need in enumerate(needs):
+        more = _share(need, shares[index] + left, block_size)
         left -= more - shares[index]
         shares[index] = more
     return shares
 
 
-def _whole_blocks(need: int, room: int, block_size: int) -> int:
-    return need if need <= room else room // block_size * block_size
+def _share(need: Need, room: int, block_size: int) -> int:
+    if need.tokens <= room:
+        return need.tokens
+    return room // block_size * block_size if need.divisible else 0
 
 
 class PrefillScheduler:
@@ -194,11 +208,12 @@ class PrefillScheduler:
     def stranded(self) -> dict[str, str]:
         """Cancels running requests that can be computed neither in chunks nor at once; id and cause of each."""
         limits = self._limits
+        longest = max(limits.max_whole_tokens, limits.max_tokens_per_step)
         causes = {
             request_id: f"request {request_id!r}: its {len(entry.job.prompt)} tokens need the pool, which does not "
-            f"answer; without it a prompt may have {limits.max_whole_tokens} (prefill.max_whole_tokens)"
+            f"answer; without it a prompt may have {longest} (prefill.max_whole_tokens)"
             for request_id, entry in self._running.items()
-            if self._needs_whole(entry) and entry.remaining > limits.max_whole_tokens
+            if self._needs_whole(entry) and entry.remaining > longest
         }
         for request_id in causes:
             self.cancel(request_id)
@@ -266,16 +281,18 @@ class PrefillScheduler:
             self._running[request_id] = self._waiting.pop(request_id)
 
     def _cut_chunks(self) -> tuple[Chunk, ...]:
-        """Phase 2: share the step's token budget among the running requests."""
+        """Phase 2: share the step's token budget among the running requests, in order of admission.
+
+        So the oldest always advances, and everyone becomes the oldest: nobody starves.
+        """
         entries = list(self._running.values())
-        if whole := next((entry for entry in entries if self._needs_whole(entry)), None):
-            return (self._chunk(whole, whole.remaining),)  # alone, whatever the budget
-        shares = share_budget([e.remaining for e in entries], self._limits.max_tokens_per_step, self._limits.block_size)
+        needs = [Need(entry.remaining, not self._needs_whole(entry)) for entry in entries]
+        shares = share_budget(needs, self._limits.max_tokens_per_step, self._limits.block_size)
         return tuple(self._chunk(entry, share) for entry, share in zip(entries, shares, strict=True) if share)
 
     def _needs_whole(self, entry: _Entry) -> bool:
-        """Whether its rows would be lost between chunks, and it has more than fits one step."""
-        return self._limits.reloads and entry.poolless and entry.remaining > self._limits.max_tokens_per_step
+        """Whether its rows would be lost between chunks."""
+        return self._limits.reloads and entry.poolless
 
     def _chunk(self, entry: _Entry, tokens: int) -> Chunk:
         job, start = entry.job, entry.computed

@@ -12,6 +12,7 @@ from prefill_node.publisher import PublisherCounters
 from prefill_node.reuse_gate import GateCounters
 from prefill_node.scheduler import INDEXER, MAIN
 from prefill_node.shape import POOL, PrefillShape
+from transfer.mem_pool import PoolUsage
 
 _POOLS = {MAIN: "kv_blocks", INDEXER: "indexer_blocks", POOL: "pool_blocks"}
 
@@ -82,3 +83,11 @@ def add_health(status: common_pb2.WorkerStatus, down: str, health: HealthCounter
     status.counters["pool_outages"] = health.outages
     if down and not status.detail:
         status.detail = f"without the pool: {down}"
+
+
+def add_pool_usage(status: common_pb2.WorkerStatus, usage: PoolUsage) -> None:
+    """What the whole pool holds, over all groups: the cache of prefixes, and objects in use. Rank 0 only."""
+    status.gauges["pool_cached_bytes"] = usage.used_bytes
+    status.gauges["pool_cached_objects"] = usage.objects
+    status.gauges["pool_total_bytes"] = usage.total_bytes
+    status.counters["pool_evictions"] = usage.evictions

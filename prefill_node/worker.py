@@ -81,6 +81,8 @@ class PrefillWorker:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
             answer.counters["load_wait_seconds"] = parts.backend.load_wait_seconds
             status.add_health(answer, parts.pool.down, parts.pool.counters())
+            if (usage := parts.watch.usage) is not None:
+                status.add_pool_usage(answer, usage)
             status.add_saves(answer, parts.saver.counters(), config.pool.dram_bytes)
             status.add_transfers(
                 answer,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import http.client
 import re
+import signal
 import threading
 import time
 import urllib.parse
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transfer.handlers import handlers_kept
 from transfer.peer_link import PeerUnreachable, dial
 
 _NOT_READABLE = -3101  # allocated but not finished
@@ -46,10 +48,12 @@ class PoolFull(PoolError):
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Bytes of the whole pool, over all its members."""
+    """The whole pool, over all its members. Objects that are being written count as well."""
 
     used_bytes: int
     total_bytes: int
+    objects: int = 0
+    evictions: int = 0  # times objects had to make room, since the service began
 
 
 def pool_usage(metrics_url: str, *, deadline_s: float = 2.0) -> PoolUsage:
@@ -64,11 +68,16 @@ def pool_usage(metrics_url: str, *, deadline_s: float = 2.0) -> PoolUsage:
         raise PoolError(f"the pool's meta service at {metrics_url} does not answer: {error}") from error
     finally:
         connection.close()
-    return PoolUsage(_gauge(text, "memcache_allocated_bytes"), _gauge(text, "memcache_total_capacity_bytes"))
+    return PoolUsage(
+        _gauge(text, 'memcache_allocated_bytes{medium="dram"}'),
+        _gauge(text, 'memcache_total_capacity_bytes{medium="dram"}'),
+        _gauge(text, "memcache_stored_keys"),
+        _gauge(text, "memcache_evict_operations_total"),
+    )
 
 
 def _gauge(metrics: str, name: str) -> int:
-    found = re.search(rf'^{name}{{medium="dram"}} (\S+)$', metrics, re.MULTILINE)
+    found = re.search(rf"^{re.escape(name)} (\S+)$", metrics, re.MULTILINE)
     if found is None:
         raise PoolError(f"the pool's meta service reports no {name}")
     return int(float(found[1]))
@@ -102,26 +111,27 @@ class MemPool:
         `dram_bytes` is rounded up to 2 MiB; `world_size` is the most processes the pool will ever have at once.
         `timeout_s` bounds a call to the meta service, which pauses for up to 30 s after a client is killed.
         """
-        from memcache_hybrid import G2L, L2G, DistributedObjectStore, LocalConfig  # loads the driver
-
         for url in (meta_url, config_store_url):  # the wheel would wait for them without end
             address = urllib.parse.urlsplit(url)
             try:
                 dial(address.hostname or "", address.port or 0, _DIAL_S)
             except PeerUnreachable as error:
                 raise PoolError(f"the pool cannot be joined: {error}; is its meta service running?") from error
-        config = LocalConfig()
-        config.meta_service_url = meta_url
-        config.config_store_url = config_store_url
-        config.protocol = protocol
-        config.dram_size = f"{-(-dram_bytes // (2 << 20)) * 2}MB"
-        config.world_size = world_size
-        config.client_timeout_seconds = timeout_s
-        config.log_level = "error"
-        store = DistributedObjectStore()
-        code = store.setup(config)
-        if code == 0:
-            code = store.init(device_id)
+        with handlers_kept(signal.SIGTERM, signal.SIGINT):
+            from memcache_hybrid import G2L, L2G, DistributedObjectStore, LocalConfig  # loads the driver
+
+            config = LocalConfig()
+            config.meta_service_url = meta_url
+            config.config_store_url = config_store_url
+            config.protocol = protocol
+            config.dram_size = f"{-(-dram_bytes // (2 << 20)) * 2}MB"
+            config.world_size = world_size
+            config.client_timeout_seconds = timeout_s
+            config.log_level = "error"
+            store = DistributedObjectStore()
+            code = store.setup(config)
+            if code == 0:
+                code = store.init(device_id)
         if code != 0:
             raise PoolError(
                 f"the pool at {meta_url} (store {config_store_url}) cannot be joined by device {device_id} with "

@@ -9,10 +9,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from sluice.v1 import registry_pb2, wire_pb2, worker_pb2
@@ -34,6 +35,7 @@ from prefill_node.leader import PrefillLeader
 from prefill_node.link import Endpoint
 from prefill_node.outcome import Outcome
 from prefill_node.plan import plan_layer_buffers
+from prefill_node.pool_client import PoolClient
 from prefill_node.pool_health import GuardedPool
 from prefill_node.pool_layout import PoolObjectLayout
 from prefill_node.pool_loader import PoolLoader
@@ -131,6 +133,13 @@ class MemoryPool:
         return [each is not None for each in gone]
 
 
+class NoGenerations:
+    """Generation words that nobody changes."""
+
+    def bump(self, slot: int) -> int:
+        return 0
+
+
 @dataclass
 class SlowReader:
     """Stands for publisher and decode: copies what was published after `delay_s`, then opens the gate."""
@@ -147,6 +156,9 @@ class SlowReader:
 
     def connect(self, destination: worker_pb2.Destination) -> Endpoint:
         return ENDPOINT
+
+    def destination(self, request_id: str, tokens: int, cached_tokens: int) -> worker_pb2.Destination:
+        return worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens)
 
     def drop(self, request_id: str) -> None:
         """Nothing to forget."""
@@ -213,14 +225,18 @@ class Rig:
         max_requests: int = 8,
         dtype: torch.dtype = torch.float32,
         drafts: bool = False,
-        pool: MemoryPool | None = None,
+        pool: PoolClient | None = None,
         group: int = 0,
         groups: int = 1,
         checksums: bool = False,
         max_whole_tokens: int = 4096,
         lease_s: float = 60.0,
         writes: bool = True,
+        gate_closes: bool = True,
+        words_change: bool = True,
+        make_reader: Callable[[Rig], Any] | None = None,
     ) -> None:
+        """`make_reader` replaces SlowReader; without `words_change` nobody can see that a slot was given up."""
         config = ModelConfig.from_dir(model_dir)
         self.config = config = config.with_draft() if drafts else config
         decoder = DsaDecoder(config, load_weights(model_dir, config, dtype), None, dtype)
@@ -236,9 +252,12 @@ class Rig:
         self.allocator = HostAllocator()
         self.buffers = LayerBuffers(self.allocator, plan, geometry, blocks, dtype, checksums=checksums)
         self.words = GenerationWords(self.buffers.generation_words)
-        self.gate = ReuseGate(plan.num_slots, self.words, save_grace_s=1.0)
-        self.reader = SlowReader(self.gate, self.buffers)
-        self.pool = pool or MemoryPool()
+        self.gate = ReuseGate(
+            plan.num_slots, self.words if words_change else NoGenerations(), save_grace_s=1.0, closes=gate_closes
+        )
+        self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.reader = make_reader(self) if make_reader else SlowReader(self.gate, self.buffers)
+        self.pool: Any = pool or MemoryPool()
         self.guarded = guarded = GuardedPool(self.pool, retry_s=0.05)
         layout = PoolObjectLayout(geometry, config.num_layers, checksums=checksums)
         self.lookahead = int(drafts)
@@ -257,7 +276,6 @@ class Rig:
         self.backend = backend = PrefillBackend(
             config, self.buffers, self.gate, self.reader, self.routes, self.loader, self.saver
         )
-        self.request_errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.rank = PrefillRank(
             decoder,
             backend,
@@ -295,7 +313,7 @@ class Rig:
                 request_id, tuple(prompt), deadline, start_by, keys=block_keys(self.layout, prompt, self.lookahead)
             ),
             params or SamplingParams(temperature=0.0),
-            worker_pb2.Destination(request_id=request_id, generation=7, cached_tokens=cached_tokens),
+            self.reader.destination(request_id, len(prompt), cached_tokens),
             partial(self.outcomes.__setitem__, request_id),
         )
 

@@ -37,7 +37,10 @@ def free_ports(count: int) -> list[int]:
 class Deployment:
     """MetaService, one prefill group, and the reader; ended and swept on exit."""
 
-    def __init__(self, model_dir: Path, folder: Path, prefill: dict[str, Any], decode_tp: int) -> None:
+    def __init__(
+        self, model_dir: Path, folder: Path, prefill: dict[str, Any], decode_tp: int, *, with_pool: bool = True
+    ) -> None:
+        self._with_pool = with_pool
         grpc_port, meta, config_store, metrics, store = free_ports(5)
         tree = {
             "model": {"path": str(model_dir), "max_model_len": 1024},
@@ -58,7 +61,8 @@ class Deployment:
         self._environment = os.environ | driver | {"OMP_NUM_THREADS": "1"}
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Deployment:
+    def start_pool(self) -> None:
+        """The MetaService; returns when it listens."""
         pool, runtime = self.config.pool, self._folder
         self._start(
             "memcache-meta",
@@ -72,6 +76,10 @@ class Deployment:
         while not _listens(pool.meta_port):
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.05)
+
+    def __enter__(self) -> Deployment:
+        if self._with_pool:
+            self.start_pool()
         self.workers = [
             self._start(
                 f"prefill-{rank}",
@@ -135,8 +143,8 @@ def _listens(port: int) -> bool:
 def deploy(tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Deployment] = []
 
-    def start(decode_tp: int = 1, **prefill: Any) -> Deployment:
-        started.append(Deployment(tiny_model, tmp_path, prefill, decode_tp).__enter__())
+    def start(decode_tp: int = 1, with_pool: bool = True, **prefill: Any) -> Deployment:
+        started.append(Deployment(tiny_model, tmp_path, prefill, decode_tp, with_pool=with_pool).__enter__())
         return started[-1]
 
     yield start
@@ -144,14 +152,18 @@ def deploy(tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
         deployment.__exit__()
 
 
-def assert_delivered(found: dict[str, Any], decode_tp: int, shared: int) -> None:
+def assert_right(found: dict[str, Any], decode_tp: int) -> dict[str, int]:
+    """Every prompt's token and rows are right and nothing is held; the cached tokens of those that had some."""
     for name, request in found["requests"].items():
         assert request["ended"] == [None] * decode_tp, (name, request)
         assert request["token"] == request["expected"], name
         assert request["error"] < 2e-4, name
-    cached = {name: request["cached"] for name, request in found["requests"].items() if request["cached"]}
-    assert cached == {"long again": 288, "aligned again": 48, "short again": 32}
     assert {name: used for name, (used, _) in found["pools"].items()} == dict.fromkeys(found["pools"], 0)
+    return {name: request["cached"] for name, request in found["requests"].items() if request["cached"]}
+
+
+def assert_delivered(found: dict[str, Any], decode_tp: int, shared: int) -> None:
+    assert assert_right(found, decode_tp) == {"long again": 288, "aligned again": 48, "short again": 32}
     assert found["gauges"]["layer_buffers"] == 1 + shared
     assert found["counters"]["bytes_saved"] > 0 < found["counters"]["bytes_loaded"]
 
@@ -162,6 +174,27 @@ def test_prefill_over_the_wheels_delivers_what_a_dense_model_computes(deploy, tp
     deployment = deploy(decode_tp, tp=tp, shared_buffers=1, max_tokens_per_step=96, kv_blocks=64)
     assert_delivered(deployment.read(), decode_tp, shared=1)
     assert deployment.stop_workers() == [0] * tp
+
+
+@pytest.mark.cluster
+def test_a_pool_that_is_absent_at_the_start_is_joined_when_it_comes(deploy):
+    """Until then prefill works without it and says so; a stop signal still works afterwards."""
+    deployment = deploy(1, with_pool=False, shared_buffers=1, max_tokens_per_step=96, kv_blocks=64)
+    found = deployment.read()
+    assert assert_right(found, 1) == {}
+    assert found["gauges"]["pool_up"] == 0 and "pool_cached_bytes" not in found["gauges"]
+    assert "without the pool: the pool cannot be joined" in found["detail"]
+    deployment.start_pool()
+    deadline = time.monotonic() + 20
+    while "joined the pool" not in deployment.logs():
+        assert time.monotonic() < deadline, deployment.logs()
+        time.sleep(0.05)
+    found = deployment.read()
+    assert_delivered(found, decode_tp=1, shared=1)
+    assert found["gauges"]["pool_up"] == 1 and found["detail"] == ""
+    assert found["gauges"]["pool_cached_objects"] >= 18 + 3 + 2
+    assert found["gauges"]["pool_total_bytes"] > found["gauges"]["pool_cached_bytes"] > 0
+    assert deployment.stop_workers() == [0]
 
 
 @pytest.mark.cluster

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import ctypes
+import signal
+import threading
 import time
 
 import pytest
 
 from prefill_node.faulty_pool import FaultyPool
+from prefill_node.joining_pool import JoiningPool
 from prefill_node.pool_health import GuardedPool
+from prefill_node.pool_watch import PoolWatch
+from tests.kv_peers import eventually
 from tests.prefill_node.harness import MemoryPool
-from transfer.mem_pool import PoolError, PoolFull
+from transfer.handlers import handlers_kept
+from transfer.mem_pool import PoolError, PoolFull, PoolUsage
 
 
 class CountingPool(MemoryPool):
@@ -38,6 +45,22 @@ def test_a_pool_that_is_down_is_asked_seldom():
     assert pool.exists(["a"]) == [False]
     assert pool.down == ""
     assert pool.counters() == (2, 1)
+
+
+def test_an_answer_to_an_older_question_does_not_mean_that_the_pool_is_up():
+    inner = MemoryPool()
+    pool = GuardedPool(inner, retry_s=60)
+
+    def fail_meanwhile(keys):
+        inner.fail.add("exists")
+        with pytest.raises(PoolError):
+            pool.exists(["a"])
+        return [None]
+
+    inner.locate = fail_meanwhile
+    assert pool.locate(["a"]) == [None]
+    assert "fails on demand" in pool.down
+    assert pool.counters() == (1, 1)
 
 
 def test_a_full_pool_is_not_down():
@@ -76,3 +99,80 @@ def test_a_slow_pool_on_demand_answers_late():
     for _ in range(10):
         assert pool.exists(["a"]) == [False]
     assert 0.04 < time.monotonic() - started < 1.0
+
+
+class Door:
+    """Opens a pool as soon as it may."""
+
+    def __init__(self):
+        self.open, self.pool, self.knocks, self.closed = False, MemoryPool(), 0, 0
+        self.pool.close = self.close
+
+    def __call__(self):
+        self.knocks += 1
+        if not self.open:
+            raise PoolError("the pool cannot be joined: nobody listens")
+        return self.pool
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_pool_that_is_not_there_is_joined_later():
+    door = Door()
+    pool = JoiningPool(door, retry_s=0.02)
+    pool.join()
+    pool.join()
+    assert door.knocks == 1, "it is tried again only after a while"
+    with pytest.raises(PoolError, match="cannot be joined: nobody listens"):
+        pool.exists(["a"])
+    door.open = True
+    time.sleep(0.03)
+    pool.join()
+    assert pool.exists(["a"]) == [False]
+    pool.close()
+    assert (door.knocks, door.closed) == (2, 1)
+
+
+def test_a_pool_joined_while_the_process_ends_is_left_at_once():
+    door = Door()
+    door.open = True
+    pool = JoiningPool(door)
+    pool.close()
+    pool.join()
+    assert door.closed == 1
+
+
+def test_status_is_true_also_while_nobody_asks():
+    door = Door()
+    joining = JoiningPool(door, retry_s=0.01)
+    guarded = GuardedPool(joining, retry_s=0.01)
+    answers = [PoolUsage(10, 100, 1, 0)]
+    watch = PoolWatch(joining.join, guarded, lambda: door() and answers[0], period_s=0.01)
+    eventually(lambda: "nobody listens" in guarded.down)
+    assert watch.usage is None
+    door.open = True
+    eventually(lambda: not guarded.down and watch.usage == answers[0])
+    door.pool.fail.add("exists")
+    eventually(lambda: "fails on demand" in guarded.down)
+    watch.close()
+    joining.close()
+
+
+def test_signal_handlers_survive_a_library_that_sets_its_own():
+    def library():
+        libc = ctypes.CDLL(None)
+        libc.signal.restype = libc.signal.argtypes = None
+        with handlers_kept(signal.SIGUSR1):
+            libc.signal(ctypes.c_int(signal.SIGUSR1), ctypes.c_void_p(1))  # SIG_IGN
+
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(True))
+    try:
+        thread = threading.Thread(target=library)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGUSR1)
+        assert seen == [True]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 from engine.kv_cache import CacheSpec, KVCacheManager
 from prefill_node.outcome import FailureKind
-from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler, Refused, share_budget
+from prefill_node.scheduler import Limits, Need, PrefillJob, PrefillScheduler, Refused, share_budget
 
 BLOCK = 4
 
 
-def make_scheduler(blocks=32, budget=16, max_requests=4, max_waiting=8, max_prompt=1000):
+def make_scheduler(blocks=32, budget=16, max_requests=4, max_waiting=8, max_prompt=1000, reloads=False):
     spec = CacheSpec(BLOCK, blocks)
     cache = KVCacheManager({"main": spec, "indexer": spec})
-    return PrefillScheduler(cache, Limits(BLOCK, budget, max_requests, max_waiting, max_prompt)), cache
+    return PrefillScheduler(cache, Limits(BLOCK, budget, max_requests, max_waiting, max_prompt, reloads)), cache
 
 
 def job(request_id, tokens, deadline=1000.0, start_by=1000.0):
@@ -57,20 +57,73 @@ def test_several_requests_share_a_step_fairly():
     assert run(scheduler)[0] == [("long", 0, 8), ("short", 0, 5)]
 
 
+def shares_of(needs, budget=16):
+    """Numbers can be divided, strings cannot."""
+    return share_budget([Need(int(need), isinstance(need, int)) for need in needs], budget, BLOCK)
+
+
 def test_what_fair_shares_leave_over_goes_to_the_first():
-    assert share_budget([100, 3, 3], 16, BLOCK) == [8, 3, 3]
-    assert share_budget([100, 100], 16, BLOCK) == [8, 8]
-    assert share_budget([2, 100], 16, BLOCK) == [2, 12]
-    assert share_budget([100] * 6, 16, BLOCK) == [4, 4, 4, 4, 0, 0]
-    assert share_budget([], 16, BLOCK) == []
+    assert shares_of([100, 3, 3]) == [8, 3, 3]
+    assert shares_of([100, 100]) == [8, 8]
+    assert shares_of([2, 100]) == [2, 12]
+    assert shares_of([100] * 6) == [4, 4, 4, 4, 0, 0]
+    assert shares_of([]) == []
 
 
-@given(needs=st.lists(st.integers(1, 60), min_size=1, max_size=9), budget=st.integers(BLOCK, 64))
-def test_shares_stay_within_the_budget_and_always_progress(needs, budget):
-    shares = share_budget(needs, budget, BLOCK)
-    assert 0 < sum(shares) <= budget
-    assert all(share == need or share % BLOCK == 0 for share, need in zip(shares, needs, strict=True))
-    assert all(share <= need for share, need in zip(shares, needs, strict=True))
+def test_a_request_that_cannot_be_divided_gets_all_or_nothing():
+    assert shares_of(["13", 100]) == [13, 0]
+    assert shares_of([100, "7"]) == [8, 7]
+    assert shares_of([100, "9", "8"]) == [4, 9, 0]
+    assert shares_of(["40", 3, "4"]) == [40, 0, 0], "alone, whatever the budget"
+    assert shares_of([3, "40", 3]) == [3, 0, 3], "it has its turn when it is the first"
+
+
+@given(
+    needs=st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=9), budget=st.integers(BLOCK, 64)
+)
+def test_shares_stay_within_the_budget_and_the_first_always_progresses(needs, budget):
+    shares = share_budget([Need(*need) for need in needs], budget, BLOCK)
+    assert shares[0] > 0
+    assert sum(shares) <= budget or sum(map(bool, shares)) == 1
+    for share, (tokens, divisible) in zip(shares, needs, strict=True):
+        assert share == tokens or (share % BLOCK == 0 and share < tokens)
+        assert divisible or share in (0, tokens)
+
+
+@pytest.mark.parametrize("keys", [(), ("key",)], ids=["without the pool", "with the pool"])
+@pytest.mark.parametrize("tokens", [5, 30])
+def test_a_stream_of_newcomers_starves_nobody(keys, tokens):
+    """An old long prompt ends although new ones never cease, and these end in the order in which they came."""
+    scheduler, _ = make_scheduler(blocks=64, max_waiting=1000, reloads=True)
+    scheduler.submit(dataclasses.replace(job("old", 100), keys=("key",)))
+    ended = []
+    for step in range(60):
+        scheduler.submit(dataclasses.replace(job(str(step), tokens), keys=keys))
+        for name in ("old", str(step)):
+            scheduler.set_routed(name)
+        for looked_up in scheduler.to_look_up():
+            scheduler.set_prefix(looked_up.request_id, 0)
+        ended += scheduler.complete(scheduler.schedule())
+    assert ended.index("old") < 60
+    new = [int(name) for name in ended if name != "old"]
+    assert len(new) > 10 and new == sorted(new)
+
+
+def test_a_short_prompt_is_not_held_up_by_long_ones_before_it():
+    scheduler, _ = make_scheduler(blocks=256, budget=16)
+    for name in ("long", "longer"):
+        submit(scheduler, name, 400)
+    submit(scheduler, "short", 4)
+    assert "short" in scheduler.complete(scheduler.schedule())
+
+
+def test_without_the_pool_a_prompt_is_never_cut_where_buffers_are_shared():
+    """Its earlier rows could not be had again; so it waits until all of it fits."""
+    scheduler, _ = make_scheduler(blocks=64, budget=16, reloads=True)
+    for number, tokens in enumerate((12, 9, 40, 3)):
+        submit(scheduler, str(number), tokens)  # no keys: the pool is not used
+    chunks = [chunk for step in run(scheduler) for chunk in step]
+    assert chunks == [("0", 0, 12), ("3", 0, 3), ("1", 0, 9), ("2", 0, 40)]
 
 
 def test_all_or_nothing_allocation():

@@ -44,7 +44,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: object
     ) -> registry_pb2.HeartbeatResponse:
-        return registry_pb2.HeartbeatResponse(known=True)
+        return registry_pb2.HeartbeatResponse(known=request.worker_id in self.workers)
 
     async def Leave(self, request: registry_pb2.LeaveRequest, context: object) -> registry_pb2.LeaveResponse:
         return registry_pb2.LeaveResponse()
@@ -219,6 +219,7 @@ async def _main(config: SluiceConfig) -> dict[str, Any]:
         "pools": {pool.name: [pool.used, pool.total] for pool in status.pools},
         "counters": dict(status.counters),
         "gauges": dict(status.gauges),
+        "detail": status.detail,
         "leader": workers[0].grpc_address,
     }
 

@@ -1,0 +1,71 @@
+"""A pool that may not be there yet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from prefill_node.pool_client import PoolClient, WrappedPool
+from transfer.mem_pool import PoolError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_LONGEST_RETRY_S = 10.0
+
+
+class OpenPool(PoolClient, Protocol):
+    """A pool that has been joined: `transfer.mem_pool.MemPool`."""
+
+    def close(self) -> None:
+        """Leaves it."""
+
+
+class JoiningPool(WrappedPool):
+    """Until it has been joined, every operation raises PoolError with the reason.
+
+    `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded; tries that fail
+    become rarer, up to one in ten seconds.
+    """
+
+    def __init__(self, open_pool: Callable[[], OpenPool], *, retry_s: float = 1.0) -> None:
+        """`open_pool` raises PoolError when the pool cannot be joined."""
+        self._open, self._retry_s = open_pool, retry_s
+        self._retry_at = 0.0
+        self._pool: OpenPool | None = None
+        self._cause = "it has not been joined yet"
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def join(self) -> None:
+        """One try, if it is time for one. Does not raise for a pool that is not there."""
+        if self._pool is not None or time.monotonic() < self._retry_at:
+            return
+        try:
+            pool = self._open()
+        except PoolError as error:
+            if str(error) != self._cause:
+                log.warning("prefill goes on without its pool and tries again to join it: %s", error)
+            self._cause, self._retry_at = str(error), time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            return
+        with self._lock:
+            self._pool, closed = pool, self._closed
+        if closed:
+            pool.close()
+        else:
+            log.info("joined the pool")
+
+    def close(self) -> None:
+        """Leaves the pool, if it was joined. Idempotent."""
+        with self._lock:
+            self._closed, pool = True, self._pool
+        if pool is not None:
+            pool.close()
+
+    def _call(self, operation: Callable[[PoolClient], T]) -> T:
+        if self._pool is None:
+            raise PoolError(self._cause)
+        return operation(self._pool)
