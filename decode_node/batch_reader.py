@@ -56,6 +56,7 @@ class PullCounters:
     batches: int = 0  # read and acknowledged without any error
     failures: int = 0  # batches with an error for at least one request
     stale_generation: int = 0  # batches copied and thrown away
+    duplicate_batches: int = 0  # ignored
     bad_messages: int = 0
     lost_sources: int = 0
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
+from collections.abc import Sequence
 
+from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
 from decode_node.scheduler import RequestState
+from engine.config import FaultsSection
+from engine.faults import dice
 
 log = logging.getLogger(__name__)
 
@@ -32,3 +38,40 @@ class HostRowEraser:
         log.warning(
             "faults.zero_host_rows: zeroed the %d host blocks of request %s", len(blocks), state.request.request_id
         )
+
+
+def reader(engine: ReadEngine, faults: FaultsSection, worker_id: str) -> ReadEngine:
+    """The engine that a rank's puller reads with: the given one, unless a read fault is on."""
+    if not faults.read_failure and not faults.read_delay_s:
+        return engine
+    return UnreliableReads(engine, faults, dice(faults, worker_id, "reads"))
+
+
+class UnreliableReads:
+    """Reads begin late (`read_delay_s`, on top of their own deadline), and some are said to have failed.
+
+    Half of those have not copied anything, the others everything.
+    """
+
+    def __init__(self, engine: ReadEngine, faults: FaultsSection, draws: random.Random) -> None:
+        self._engine = engine
+        self._faults = faults
+        self._draws = draws
+
+    def read(
+        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+    ) -> ReadStats:
+        time.sleep(self._faults.read_delay_s)
+        fails = self._draws.random() < self._faults.read_failure
+        if fails and self._draws.random() < 0.5:
+            raise OSError(f"faults.read_failure: a read from {session_id} was not made")
+        stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s)
+        if fails:
+            raise OSError(f"faults.read_failure: a read from {session_id} is said to have failed")
+        return stats
+
+    def idle(self, session_id: str) -> bool:
+        return self._engine.idle(session_id)
+
+    def forget(self, session_id: str) -> None:
+        self._engine.forget(session_id)

@@ -12,13 +12,14 @@ from sluice.v1 import registry_pb2
 from decode_node.backend import DecodeBackend
 from decode_node.commands import RankEndpoint, Report
 from decode_node.drafter import Drafter
+from decode_node.faults import reader
 from decode_node.geometry import DecodeGeometry
 from decode_node.identity import Place
 from decode_node.memory import DTYPES, DecodeMemory, RowTables
 from decode_node.puller import Puller
 from decode_node.rank import PullTerms, Rank
 from engine.config import ConfigError, SluiceConfig
-from engine.device import Device
+from engine.faults import before_step, open_device
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.draft import DraftLayer
@@ -26,6 +27,7 @@ from engine.model.loader import load_weights
 from engine.model.parallel import SingleRank, TensorParallel, TensorParallelGroup
 from engine.model.shard import Shard
 from engine.ops import set_device, set_num_threads
+from transfer import faults as transfer_faults
 from transfer.host_pool import HostPool
 from transfer.hostcann.runtime import DeviceOutOfMemory
 from transfer.memfabric import MemFabricEngine
@@ -87,7 +89,7 @@ def build_node(
     decoder = _load_decoder(setup, group, progress)
 
     progress("allocating KV memory")
-    device = Device(setup.info.device_id)
+    device = open_device(setup.info.device_id, config.faults)
     pool = HostPool.create(
         rank=place.tp_rank,
         world_size=setup.ranks,
@@ -122,7 +124,17 @@ def build_node(
     count = config.decode.speculative_tokens
     drafter = Drafter(DraftLayer(decoder), backend, count) if count else None
     leads = place.tp_rank == 0
-    rank = Rank(decoder, backend, tables, geometry.block_size, terms, report, leads=leads, drafter=drafter)
+    rank = Rank(
+        decoder,
+        backend,
+        tables,
+        geometry.block_size,
+        terms,
+        report,
+        leads=leads,
+        drafter=drafter,
+        before_step=before_step(config.faults, place.worker_id),
+    )
     puller = Puller(
         bind=f"tcp://{config.runtime.host}:*",
         worker_id=place.worker_id,
@@ -131,12 +143,13 @@ def build_node(
         tp_rank=place.tp_rank,
         tp_size=setup.ranks,
         memory=memory.pull_targets(),
-        engine=engine,
+        engine=reader(engine, config.faults, place.worker_id),
         scratch_address=pool.address + geometry.host_pool_bytes + place.tp_rank * SCRATCH_BYTES,
         read_timeout_s=config.transfer.read_timeout_s,
         handshake_timeout_s=config.transfer.handshake_timeout_s,
         on_terminal=rank.pull_ended,
         on_quiescent=rank.quiescent,
+        outlet=transfer_faults.outlet(config.faults, place.worker_id),
     )
     rank.attach(puller)
     puller.start()

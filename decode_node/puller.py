@@ -18,7 +18,9 @@ from sluice.v1 import registry_pb2, wire_pb2
 from decode_node.batch_reader import BatchReader, Counts, PullCounters, ReadEngine, Source
 from decode_node.pull_plan import WORD_BYTES, LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
-from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, encode, monitor_events, router
+from decode_node.sequences import Sequences
+from transfer.outlet import Outlet, OutletFactory
+from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, monitor_events, router
 
 log = logging.getLogger(__name__)
 _IDLE_POLL_S = 1.0
@@ -34,6 +36,7 @@ class _Peer:
     identity: bytes
     descriptor: int  # of its TCP connection
     source: Source
+    sequences: Sequences = field(default_factory=Sequences)
     batches: queue.SimpleQueue[tuple[wire_pb2.ReadReady, float] | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
@@ -64,6 +67,7 @@ class Puller:
         on_quiescent: Callable[[str], None],
         max_sources: int = 64,
         registration_wait_s: float = 2.0,
+        outlet: OutletFactory = Outlet,
     ) -> None:
         """Binds ``bind`` (``tcp://host:port``, port ``*`` for a free one); OSError when that fails.
 
@@ -93,6 +97,7 @@ class Puller:
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
+        self._outlet = outlet(self._wakeup.set)
         self._context: zmq.Context[Any] = zmq.Context()
         self._bound = router(self._context, bind, zmq.EVENT_DISCONNECTED)
         self._address: str = self._bound.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -175,6 +180,7 @@ class Puller:
                 self._receive()
                 self._drop_lost()
                 self._send_replies()
+                self._outlet.flush()
                 self._requests.expire(time.monotonic())
                 self._reader.settle()
                 self._reap()
@@ -222,8 +228,10 @@ class Puller:
             if peer is None:
                 error = f"no hand-shake was made with {self._worker_id} on this connection"
                 self._replies.append((identity, wire_pb2.ReadFailed(sequence=body.sequence, error=error)))
-            else:
+            elif peer.sequences.is_new(body.sequence):
                 peer.batches.put((body, time.monotonic()))
+            else:
+                self._counts.add(duplicate_batches=1)
         else:
             self._counts.add(bad_messages=1)
             log.warning("%s of %s ignored: not expected", type(body).__name__, self._name(identity))
@@ -255,7 +263,7 @@ class Puller:
         while self._replies:
             identity, body = self._replies.popleft()
             with contextlib.suppress(zmq.ZMQError):  # the peer has gone, and then nobody waits for the answer
-                self._bound.socket.send_multipart([identity, encode(body)], zmq.NOBLOCK)
+                self._outlet.send(self._bound.socket, body, to=[identity])
 
     def _drop_lost(self) -> None:
         for event in monitor_events(self._bound.monitor):

@@ -15,6 +15,7 @@ from decode_node.commands import PullEnded, Quiescent, Report, StepRow, Turn
 from decode_node.drafter import Drafter
 from decode_node.memory import RowTables
 from decode_node.verify import Verdict, verify
+from engine.faults import no_stall
 from engine.model.decoder import DsaDecoder
 
 
@@ -83,8 +84,10 @@ class Rank:
         *,
         leads: bool,
         drafter: Drafter | None = None,
+        before_step: Callable[[], None] = no_stall,
     ) -> None:
         """`leads`: whether this rank's loop uses the tokens; `drafter`: None without speculative decoding."""
+        self._before_step = before_step
         self._leads = leads
         self._drafter = drafter
         self._decoder = decoder
@@ -144,6 +147,7 @@ class Rank:
 
         After an exception the rows' requests must end: their caches may hold part of the step.
         """
+        self._before_step()
         started = time.monotonic()
         positions = self._backend.begin(
             rows=torch.tensor([row.row for row in rows], dtype=torch.int64),

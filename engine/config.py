@@ -46,6 +46,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -190,13 +191,24 @@ class FaultsSection(Section):
     zero_host_rows: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="decode zeroes the host-pool rows of requests whose id contains this text, once pulled"
     )
-    seed: int = Field(0, description="of everything that is random in a fault")
+    seed: int = Field(0, description="of all draws; each worker draws for itself, and again the same after a restart")
+    message_drop: Probability = Field(0.0, description="of a message between prefill and decode ranks: it is not sent")
+    message_delay: Probability = Field(0.0, description="of such a message: sent late, and overtaken by later ones")
+    message_delay_s: Seconds = Field(0.2, description="how late")
+    message_duplicate: Probability = Field(0.0, description="of such a message: it is sent twice")
+    message_corrupt: Probability = Field(0.0, description="of such a message: one byte of it is changed")
+    ack_loss: Probability = Field(0.0, description="of decode's answer to a batch (read or failed): it is not sent")
+    read_failure: Probability = Field(0.0, description="of a read from prefill's memory: it is reported as failed")
+    read_delay_s: Annotated[float, Field(ge=0)] = Field(0.0, description="sleep of decode before each such read")
+    stall: Probability = Field(0.0, description="of a worker's step: it begins with a sleep")
+    stall_s: Seconds = Field(1.0, description="of that sleep")
+    device_allocation_failure: Probability = Field(
+        0.0, description="of a worker's allocation of device memory: it fails; drawn anew when a worker is restarted"
+    )
     pool_delay_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="every pool operation of prefill takes up to this much longer"
     )
-    pool_failure: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="probability that a pool operation of prefill fails"
-    )
+    pool_failure: Probability = Field(0.0, description="probability that a pool operation of prefill fails")
     reuse_gate_off: bool = Field(
         False, description="prefill overwrites layer buffers without waiting for their readers; for proofs only"
     )

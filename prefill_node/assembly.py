@@ -15,6 +15,7 @@ from sluice.v1 import registry_pb2
 from engine import ops
 from engine.config import SluiceConfig
 from engine.device import Device
+from engine.faults import before_step, open_device
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.draft import DraftLayer
@@ -39,6 +40,7 @@ from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Routes
 from prefill_node.shape import PrefillShape
+from transfer import faults as transfer_faults
 from transfer.mem_pool import MemPool, PoolError, pool_usage
 from transfer.memfabric import MemFabricEngine
 
@@ -86,7 +88,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     ops.set_device(info.device_id)
     decoder = _load(plan, stack, progress)
     progress("taking device memory")
-    device = Device(info.device_id)
+    device = open_device(info.device_id, config.faults)
     buffers = LayerBuffers(
         device,
         shape.plan,
@@ -123,6 +125,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
         lease_s=config.transfer.lease_s,
         handshake_timeout_s=config.transfer.handshake_timeout_s,
         on_request_error=lambda request_id, text: errors.put((request_id, text)),
+        outlet=transfer_faults.outlet(config.faults, info.worker_id),
     )
     publisher.start()
     stack.callback(publisher.close)
@@ -150,7 +153,17 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     watch = _watch(plan, joining, pool)
     stack.callback(watch.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
-    rank = PrefillRank(decoder, backend, routes, publisher, saver, errors, shape.geometry.block_size, draft)
+    rank = PrefillRank(
+        decoder,
+        backend,
+        routes,
+        publisher,
+        saver,
+        errors,
+        shape.geometry.block_size,
+        draft,
+        before_step(config.faults, info.worker_id),
+    )
     return RankParts(rank, device, engine, gate, publisher, pool, watch, loader, saver, backend)
 
 

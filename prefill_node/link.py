@@ -11,7 +11,8 @@ from typing import Any
 import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
-from transfer.wire import Body, dealer, encode, monitor_events
+from transfer.outlet import Outlet
+from transfer.wire import Body, dealer, monitor_events
 
 _LOSS_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOSS_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -66,11 +67,14 @@ class SourceInfo:
 class Link:
     """A DEALER socket and what its peer answered. Opening -> open -> closed; never opened again. Not thread safe."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: Endpoint, source: SourceInfo, timeout_s: float) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: Endpoint, source: SourceInfo, outlet: Outlet, timeout_s: float
+    ) -> None:
         """Starts the hand-shake. Raises WireError when the address cannot be used."""
         self.endpoint = endpoint
         self.is_open = False
         self.waiters: list[Future[Endpoint]] = []
+        self._outlet = outlet
         self._connection = dealer(context, endpoint.address, timeout_s, _LOSS_EVENTS)
         self.send(source.hello(endpoint.epoch))
 
@@ -82,7 +86,7 @@ class Link:
     def send(self, body: Body) -> None:
         """Queues a message; it is lost with the link. Raises WireError when it is too large."""
         with contextlib.suppress(zmq.Again):  # no connection any more, which lost() tells
-            self._connection.socket.send(encode(body), zmq.NOBLOCK)
+            self._outlet.send(self._connection.socket, body)
 
     def received(self) -> Iterator[bytes]:
         """Payloads which have arrived. An empty delimiter frame before one is tolerated."""

@@ -18,6 +18,7 @@ from sluice.v1 import wire_pb2, worker_pb2
 from prefill_node.generation import GenerationWords
 from prefill_node.link import Endpoint, Link, SourceInfo, TransferRefused
 from prefill_node.reuse_gate import Consumer, ReuseGate
+from transfer.outlet import Outlet, OutletFactory
 from transfer.topology import contributor_of, endpoint_of
 from transfer.wire import Wakeup, WireError, decode
 
@@ -81,6 +82,7 @@ class Publisher:
         lease_s: float,
         handshake_timeout_s: float,
         on_request_error: Callable[[str, str], None],
+        outlet: OutletFactory = Outlet,
     ) -> None:
         self._source = source
         self._gate = gate
@@ -97,6 +99,7 @@ class Publisher:
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._wakeup = Wakeup()
+        self._outlet = outlet(self._wakeup.set)
         self._context: zmq.Context[Any] = zmq.Context()
         self._links: dict[Endpoint, tuple[Link, float]] = {}  # with the deadline of its hand-shake; thread's own
         self._ended: OrderedDict[int, Literal["done", "fenced"]] = OrderedDict()  # thread's own
@@ -209,6 +212,7 @@ class Publisher:
                 self._wakeup.clear()
                 self._open_links()
                 self._send_batches()
+                self._outlet.flush()
                 for link, _ in list(self._links.values()):
                     if link.endpoint in self._links:  # not lost meanwhile to a successor at its address
                         self._serve(link)
@@ -238,7 +242,7 @@ class Publisher:
             endpoint, opened = self._outbox.connects.popleft()
             if endpoint not in self._links:
                 try:
-                    link = Link(self._context, endpoint, self._source, self._handshake_timeout_s)
+                    link = Link(self._context, endpoint, self._source, self._outlet, self._handshake_timeout_s)
                 except WireError as error:
                     opened.set_exception(TransferRefused(f"{endpoint}: {error}"))
                     continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.faults import no_stall
 from engine.model.decoder import DsaDecoder
 from engine.model.draft import DraftLayer
 from prefill_node.backend import PrefillBackend
@@ -59,8 +60,10 @@ class PrefillRank:
         errors: queue.SimpleQueue[tuple[str, str]],
         block_size: int,
         draft: DraftLayer | None = None,
+        before_step: Callable[[], None] = no_stall,
     ) -> None:
         """`errors` is where the publisher puts (request id, cause); `draft` is None without speculative decoding."""
+        self._before_step = before_step
         self._draft = draft
         self._decoder, self._backend, self._routes = decoder, backend, routes
         self._publisher, self._saver, self._block_size = publisher, saver, block_size
@@ -105,6 +108,7 @@ class PrefillRank:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
+        self._before_step()
         batch = pack(plan, self._block_size)
         self._backend.begin(batch)
         hidden = self._decoder.hidden(batch.token_ids, batch.positions, self._backend)

@@ -46,7 +46,9 @@ class Memory:
     The content follows from `seed`; zeros without one. `allocate` returns the address of that many bytes.
     """
 
-    def __init__(self, num_blocks: int, seed: int | None = None, allocate: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, seed: int | str | None = None, allocate: Callable[[int], int] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.buffers: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
         for layer in range(LAYOUT.num_layers):
@@ -56,6 +58,19 @@ class Memory:
                 array = ctypes.c_char * size
                 self.buffers[layer, kind] = array.from_address(allocate(size)) if allocate else array()
                 self.buffers[layer, kind].raw = content
+
+    def share_slots(self) -> Memory:
+        """From now on the layers of a slot take turns in its tensors, as on prefill."""
+        for layer, kind in sorted(self.buffers):
+            first = SLOT_OF_LAYER.index(SLOT_OF_LAYER[layer])
+            self.buffers[layer, kind] = self.buffers.get((first, kind), self.buffers[layer, kind])
+        return self
+
+    def copy_block(self, layer: int, kind: int, block: int, source: Memory, source_block: int) -> None:
+        """As prefill's computation writes a block of KV."""
+        size = block_bytes(LAYOUT, kind)
+        content = source.block(layer, kind, source_block)
+        ctypes.memmove(ctypes.addressof(self.buffers[layer, kind]) + block * size, content, size)
 
     def block(self, layer: int, kind: int, block: int) -> bytes:
         size = block_bytes(LAYOUT, kind)

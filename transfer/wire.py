@@ -1,4 +1,4 @@
-"""Node-to-node messages on ZMQ: one serialized ``WireMessage`` per ZMQ message, DEALER at prefill, ROUTER at decode.
+"""Node-to-node messages on ZMQ, each a ``WireMessage`` and its CRC-32; DEALER at prefill, ROUTER at decode.
 
 Order on a connection: Hello -> HelloReply, then any number of ReadReady, each answered by one ReadDone or ReadFailed
 with the same sequence number. A connection is never silently replaced: a DEALER does not reconnect by itself, because
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import zlib
 from typing import Any, NamedTuple
 
 import zmq
@@ -16,7 +17,8 @@ from google.protobuf.message import DecodeError
 from sluice.v1 import wire_pb2
 from zmq.utils.monitor import recv_monitor_message
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+_CRC_BYTES = 4  # little-endian, behind the serialized message
 MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
 _DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
 _HEARTBEAT_MS = 5_000  # a host that vanished without closing its connections is noticed after three of these
@@ -32,7 +34,7 @@ _FIELD_OF = {
 
 
 class WireError(ValueError):
-    """A message that cannot be sent or understood: too large, not a WireMessage, empty, or of another version."""
+    """A message that cannot be sent or understood: too large, damaged, no WireMessage, empty, or of another version."""
 
 
 class WireVersionError(WireError):
@@ -50,7 +52,8 @@ def encode(body: Body) -> bytes:
     """Raises WireError when the message is larger than MAX_MESSAGE_BYTES."""
     message = wire_pb2.WireMessage(version=WIRE_VERSION)
     getattr(message, _FIELD_OF[type(body)]).CopyFrom(body)
-    payload: bytes = message.SerializeToString()
+    serialized: bytes = message.SerializeToString()
+    payload = serialized + _crc(serialized)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise WireError(f"{type(body).__name__} of {len(payload)} bytes is above the {MAX_MESSAGE_BYTES} accepted")
     return payload
@@ -60,19 +63,33 @@ def decode(payload: bytes) -> Body:
     """The message's body. Raises WireError (WireVersionError for another version)."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(payload)} bytes is above the {MAX_MESSAGE_BYTES} accepted")
-    try:
-        message = wire_pb2.WireMessage.FromString(payload)
-    except DecodeError:
-        message = wire_pb2.WireMessage()
+    serialized, crc = payload[:-_CRC_BYTES], payload[-_CRC_BYTES:]
+    intact = crc == _crc(serialized)
+    # Other versions may have another checksum, or none, as the first one had.
+    message = _parse(serialized if intact else payload)
+    if message.version not in (0, WIRE_VERSION):
+        raise WireVersionError(f"peer speaks wire protocol version {message.version}, this process {WIRE_VERSION}")
+    if not intact:
+        raise WireError(f"{len(payload)} bytes whose checksum is wrong")
     if not message.version:
         raise WireError(f"{len(payload)} bytes which are not a WireMessage")
-    if message.version != WIRE_VERSION:
-        raise WireVersionError(f"peer speaks wire protocol version {message.version}, this process {WIRE_VERSION}")
     name = message.WhichOneof("body")
     if name is None:
         raise WireError("WireMessage without a body")
     body: Body = getattr(message, name)
     return body
+
+
+def _crc(serialized: bytes) -> bytes:
+    return zlib.crc32(serialized).to_bytes(_CRC_BYTES, "little")
+
+
+def _parse(serialized: bytes) -> wire_pb2.WireMessage:
+    """An empty one for what is none."""
+    try:
+        return wire_pb2.WireMessage.FromString(serialized)
+    except DecodeError:
+        return wire_pb2.WireMessage()
 
 
 class Monitored(NamedTuple):

@@ -13,6 +13,7 @@ import zmq
 from sluice.v1 import wire_pb2
 
 from decode_node.puller import Puller
+from decode_node.sequences import Sequences
 from tests.kv_peers import (
     CKV,
     EPOCH,
@@ -367,6 +368,28 @@ def test_a_batch_past_its_lease_is_not_read(node: Node) -> None:
     prefill = node.prefill()
     assert "lease ended" in prefill.publish(1, [entry("r", [0])], lease_ms=0)["r"]
     assert node.copied() == []
+
+
+def test_no_batch_is_read_twice(node: Node) -> None:
+    """Prefill may reuse the buffer of an acknowledged batch without a new generation."""
+    node.expect("r", [1], [1])
+    prefill = node.prefill()
+    assert prefill.publish(1, [entry("r", [0])], sequence=9) == {}
+    for kind in (CKV, K_ROPE):  # as prefill does when nobody is left to wait for
+        ctypes.memset(prefill.memory.buffers[1, kind], 0xEE, len(prefill.memory.buffers[1, kind]))
+    copied = node.copied()
+    prefill.offer(1, [entry("r", [0])], sequence=9)
+    eventually(lambda: node.puller.counters().duplicate_batches == 1)
+    assert prefill.publish(2, [entry("r", [0], indexer=[0])], sequence=8) == {}  # late, but not seen before
+    assert node.copied()[: len(copied)] == copied and len(node.copied()) == len(copied) + 1
+
+
+def test_numbers_of_batches_are_remembered_in_bounded_memory() -> None:
+    known = Sequences()
+    assert all(known.is_new(number) for number in range(10_000, 0, -1) if number > 6_000)
+    assert not known.is_new(10_000)
+    assert all(known.is_new(number) for number in range(10_001, 30_000))
+    assert not any(known.is_new(number) for number in range(1, 30_000))
 
 
 def test_an_engine_failure_fails_the_batch_and_names_it(node: Node) -> None:

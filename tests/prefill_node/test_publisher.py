@@ -178,7 +178,7 @@ def test_a_peer_of_another_version_is_refused(node: Node, decode_rank: Decode) -
     decode_rank.next()
     reply = wire_pb2.WireMessage(version=8, hello_reply=wire_pb2.HelloReply(epoch=EPOCH))
     decode_rank.bound.socket.send_multipart([decode_rank.identity, reply.SerializeToString()])
-    with pytest.raises(TransferRefused, match="version 8, this process 1"):
+    with pytest.raises(TransferRefused, match="version 8, this process 2"):
         opened.result(5)
 
 
