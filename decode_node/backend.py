@@ -11,33 +11,40 @@ from torch import Tensor
 from decode_node.memory import DecodeMemory, RowTables
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
-from engine.ops.copy_sfa import fused_scatter_copy_sparse_flash_attention
-from engine.ops.residency import Residency, ResidencyState, lru_residency
+from engine.ops.copy_sfa import StepCopyAttention
+from engine.ops.residency import Residency, ResidencyState, StepResidency
 
 
 class _Step(NamedTuple):
     """What all layers of a step share. B requests, T tokens."""
 
-    rows: Tensor  # [B] int32 hot rows
-    generations: Tensor  # [B] int64
     query_ends: Tensor  # [B] int32, cumulative number of tokens
     visible: Tensor  # [B] int32: positions the request's last token sees, itself included
-    stable_prefix: Tensor  # [B] int32: positions written by earlier steps, and confirmed
-    main_table: Tensor  # [B, width] int32
     indexer_table: Tensor  # [B, width] int32
-    hot_table: Tensor  # [B, blocks of a hot row] int32
-    hot_lens: Tensor  # [B] int32: slots of a hot row
     host_slots: Tensor  # [T] int64: where the new main-KV rows go in the host pool
     index_slots: Tensor  # [T] int64: where the new indexer keys go
     tail_slots: Tensor  # [T] int64: where the new main-KV rows go in the hot buffer
-    no_leading_misses: Tensor  # [T] int32 zeros: misses are told by list only
+    picks: Tensor | None  # [T, topk] int32: what tokens attend to whose layer selects nothing itself
+    residency: StepResidency
+    attention: StepCopyAttention
 
 
 class _Selection(NamedTuple):
-    """What an owning layer selected; layers that share it use it as it is, with their own caches."""
+    """What an owning layer selected; layers that share it use it as it is, with their own caches.
 
+    There is one at a time: the next owner's takes its memory.
+    """
+
+    owner: int
     topk_ids: Tensor  # [T, topk] int32
     residency: Residency
+
+
+class _Rows(NamedTuple):
+    """One layer's main KV as rows, [any, L] and [any, R]."""
+
+    ckv: Tensor
+    k_rope: Tensor
 
 
 @dataclass
@@ -75,7 +82,9 @@ class DecodeBackend:
         self._writes_host = writes_host
         hot = memory.geometry.hot
         self._states = {layer: ResidencyState.empty(hot.rows, hot.tokens) for layer in model.indexer_layers}
-        self._selections: dict[int, _Selection] = {}
+        self._hot = [_as_rows(*caches) for caches in zip(memory.hot_ckv, memory.hot_k_rope, strict=True)]
+        self._host = [_as_rows(*caches) for caches in zip(memory.host_ckv, memory.host_k_rope, strict=True)]
+        self._selection: _Selection | None = None
         self._step: _Step | None = None
         self._copied = torch.zeros(1, dtype=torch.int64)
         self.counters = HotCounters()
@@ -87,6 +96,7 @@ class DecodeBackend:
         starts: Tensor,
         counts: Tensor | None = None,
         stable_prefix: Tensor | None = None,
+        picks_of: Tensor | None = None,
     ) -> Tensor:
         """Before each pass over one or more layers: some consecutive new tokens of each request.
 
@@ -97,6 +107,8 @@ class DecodeBackend:
             counts: [B] int64, its new tokens; None: one each.
             stable_prefix: [B] int64, the positions before it are confirmed, and those from it on, up to `starts`, were
                 computed since by passes with the same stable prefix; None: `starts`.
+            picks_of: [B] int64, rows of the pass before, over one layer, whose top-k the requests' single tokens use in
+                place of an indexer's: with the positions since the stable prefix, which the lowest picks make room for.
 
         Returns:
             [T] int64, the positions of all new tokens, request after request.
@@ -116,21 +128,34 @@ class DecodeBackend:
         block, within = positions // g.block_size, positions % g.block_size
         width = int(block.max()) + 1
         main, indexer = self._tables.main[rows, :width], self._tables.indexer[rows, :width]
-        self._selections.clear()
+        query_ends = ends.int()
+        residency = Residency.empty(len(batch), self._model.index_topk, len(rows), int(counts.max()))
+        hot_lens = torch.full((len(rows),), g.hot.stride, dtype=torch.int32)
+        picks = None if picks_of is None else self._picks_again(picks_of, positions, behind)
+        self._selection = None
         self._step = _Step(
-            rows=rows.int(),
-            generations=generations,
-            query_ends=ends.int(),
+            query_ends=query_ends,
             visible=(starts + counts).int(),
-            stable_prefix=stable_prefix.int(),
-            main_table=main,
             indexer_table=indexer,
-            hot_table=self._tables.hot[rows],
-            hot_lens=torch.full((len(rows),), g.hot.stride, dtype=torch.int32),
             host_slots=main[batch, block].long() * g.block_size + within,
             index_slots=indexer[batch, block].long() * g.block_size + within,
             tail_slots=rows[batch] * g.hot.stride + g.hot.tokens + behind,
-            no_leading_misses=torch.zeros(len(batch), dtype=torch.int32),
+            picks=picks,
+            residency=StepResidency(stable_prefix.int(), generations, rows.int(), query_ends, residency),
+            attention=StepCopyAttention(
+                actual_seq_lengths_query=query_ends,
+                actual_seq_lengths_kv=hot_lens,
+                num_cache_tokens=hot_lens,  # nothing behind the slots given: attention is over the top-k alone
+                topk_dst_slots=residency.slots.unsqueeze(1),
+                topk_miss_counts=torch.zeros(len(batch), dtype=torch.int32),  # misses are told by list only
+                miss_src_ids=residency.miss_ids,
+                miss_dst_slots=residency.miss_slots,
+                miss_counts=residency.miss_counts,
+                hbm_block_table=self._tables.hot[rows],
+                dram_block_table=main,
+                scale_value=self._model.softmax_scale,
+                copied_bytes=self._copied,
+            ),
         )
         return positions
 
@@ -143,63 +168,53 @@ class DecodeBackend:
             raise RuntimeError("DecodeBackend.attend: no step was begun; call begin() before the forward pass")
         self._write_main(step, layer, ckv, k_rope)
         if indexer is not None:
-            self._selections[layer] = self._select(step, layer, indexer)
-        selection = self._selections[self._model.index_owners[layer]]
-        memory, residency = self._memory, selection.residency
+            self._selection = self._select(step, layer, indexer)
+        elif step.picks is not None:
+            self._selection = _Selection(layer, step.picks, step.residency(step.picks, self._states[layer]))
+        selection, owner = self._selection, self._model.index_owners[layer]
+        if selection is None or selection.owner != owner:
+            raise RuntimeError(f"DecodeBackend.attend: layer {layer} came before layer {owner}, whose top-k it uses")
+        memory = self._memory
         out = torch.empty_like(q_nope)
-        fused_scatter_copy_sparse_flash_attention(
+        step.attention(
             query_rope=q_rope,
             query=q_nope,
-            actual_seq_lengths_query=step.query_ends,
-            actual_seq_lengths_kv=step.hot_lens,
-            num_cache_tokens=step.hot_lens,  # nothing behind the slots given: attention is over the top-k alone
-            topk_dst_slots=residency.slots.unsqueeze(1),
             topk_src_ids=selection.topk_ids.unsqueeze(1),
-            topk_miss_counts=step.no_leading_misses,
-            miss_src_ids=residency.miss_ids,
-            miss_dst_slots=residency.miss_slots,
-            miss_counts=residency.miss_counts,
-            hbm_block_table=step.hot_table,
-            dram_block_table=step.main_table,
             hbm_k_rope=memory.hot_k_rope[layer],
             hbm_kv_cache=memory.hot_ckv[layer],
             dram_k_rope=memory.host_k_rope[layer],
             dram_kv_cache=memory.host_ckv[layer],
-            scale_value=self._model.softmax_scale,
             attention_out=out,
-            copied_bytes=self._copied,
         )
-        self._count(selection)
+        self._count(selection.residency)
         return out
 
     def _write_main(self, step: _Step, layer: int, ckv: Tensor, k_rope: Tensor) -> None:
-        memory = self._memory
-        for rows, hot, host in (
-            (ckv, memory.hot_ckv[layer], memory.host_ckv[layer]),
-            (k_rope, memory.hot_k_rope[layer], memory.host_k_rope[layer]),
-        ):
-            hot.view(-1, rows.shape[1])[step.tail_slots] = rows
-            if self._writes_host:
-                host.view(-1, rows.shape[1])[step.host_slots] = rows
+        hot, host = self._hot[layer], self._host[layer]
+        hot.ckv.index_copy_(0, step.tail_slots, ckv)
+        hot.k_rope.index_copy_(0, step.tail_slots, k_rope)
+        if self._writes_host:
+            host.ckv.index_copy_(0, step.host_slots, ckv)
+            host.k_rope.index_copy_(0, step.host_slots, k_rope)
 
     def _select(self, step: _Step, layer: int, indexer: IndexerQuery) -> _Selection:
         cache = self._memory.indexers[layer]
         cache.write(step.index_slots, indexer.k)
         topk_ids = cache.select(indexer, step.indexer_table, step.query_ends, step.visible, self._model.index_topk)
-        residency = lru_residency(
-            topk_ids,
-            step.stable_prefix,
-            step.generations,
-            step.rows,
-            self._states[layer],
-            query_ends=step.query_ends,
-        )
-        return _Selection(topk_ids, residency)
+        return _Selection(layer, topk_ids, step.residency(topk_ids, self._states[layer]))
 
-    def _count(self, selection: _Selection) -> None:
-        misses = int(selection.residency.miss_counts.sum())
-        cached = int((selection.residency.slots >= 0).sum())
-        own = int((selection.residency.slots >= self._memory.geometry.hot.tokens).sum())  # the step's own tokens
-        self.counters.misses += misses
-        self.counters.hits += cached - own - misses
+    def _picks_again(self, picks_of: Tensor, positions: Tensor, behind: Tensor) -> Tensor:
+        if self._selection is None:
+            raise RuntimeError("DecodeBackend.begin: picks_of is given, but no pass before it has selected anything")
+        picks = self._selection.topk_ids[picks_of]
+        picks.scatter_(1, (picks.shape[1] - 1 - behind).unsqueeze(1), positions.int().unsqueeze(1))
+        return picks
+
+    def _count(self, residency: Residency) -> None:
+        self.counters.misses += sum(residency.miss_counts.tolist())
+        self.counters.hits += sum(residency.hit_counts.tolist())
         self.counters.bytes_host_to_device += int(self._copied)
+
+
+def _as_rows(ckv: Tensor, k_rope: Tensor) -> _Rows:
+    return _Rows(ckv.view(-1, ckv.shape[-1]), k_rope.view(-1, k_rope.shape[-1]))

@@ -7,8 +7,6 @@ can address (``transfer.host_pool``). Values are not read on the host.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -18,31 +16,7 @@ from engine.ops.ascend_limits import AscendLimits
 from engine.ops.ascend_offload import miss_copies, sparse_copy
 from engine.ops.ascend_schemas import operator
 from engine.ops.checks import check_layout
-
-
-class CopyAttentionArguments(NamedTuple):
-    """The arguments of Copy-SFA in the operator's order; see ``fused_scatter_copy_sparse_flash_attention``."""
-
-    query_rope: Tensor
-    query: Tensor
-    actual_seq_lengths_query: Tensor
-    actual_seq_lengths_kv: Tensor
-    num_cache_tokens: Tensor
-    topk_dst_slots: Tensor
-    topk_src_ids: Tensor
-    topk_miss_counts: Tensor
-    miss_src_ids: Tensor
-    miss_dst_slots: Tensor
-    miss_counts: Tensor
-    hbm_block_table: Tensor
-    dram_block_table: Tensor
-    hbm_k_rope: Tensor
-    hbm_kv_cache: Tensor
-    dram_k_rope: Tensor
-    dram_kv_cache: Tensor
-    scale_value: float
-    attention_out: Tensor
-    copied_bytes: Tensor | None = None
+from engine.ops.copy_sfa_call import CopyAttentionCall
 
 
 def fused_scatter_copy_sparse_flash_attention(
@@ -64,7 +38,7 @@ def fused_scatter_copy_sparse_flash_attention(
     Where a list is given it must name all misses of its request's rows. A row must not name a slot twice; each C must
     be 0 or at least top-k, and slots lie below it or below what the row sees. ``copied_bytes`` waits for the device.
     """
-    given = _checked(CopyAttentionArguments(*arguments, **named))  # type: ignore[arg-type]
+    given = _checked(CopyAttentionCall(*arguments, **named))  # type: ignore[arg-type]
     rows, heads, latent = given.query.shape
     padded = AscendLimits.attention_heads(heads)
     AscendLimits.check_copy_attention(
@@ -98,7 +72,7 @@ def copy_then_attend(*arguments: Tensor | float | None, **named: Tensor | float 
     (checked where they are on the host), as it is in a decode step over exactly the top-k. Copies the lists alone. A
     row must not name a slot twice.
     """
-    raw = CopyAttentionArguments(*arguments, **named)  # type: ignore[arg-type]
+    raw = CopyAttentionCall(*arguments, **named)  # type: ignore[arg-type]
     given = _checked(raw)
     _check_no_tail(raw.actual_seq_lengths_kv, raw.num_cache_tokens)
     AscendLimits.check_attention(
@@ -123,7 +97,7 @@ def copy_then_attend(*arguments: Tensor | float | None, **named: Tensor | float 
     _report_bytes(given)
 
 
-def _checked(given: CopyAttentionArguments) -> CopyAttentionArguments:
+def _checked(given: CopyAttentionCall) -> CopyAttentionCall:
     """``given`` with its metadata on the device of the query."""
     dtype, int32 = given.query.dtype, torch.int32
     check_layout("query", given.query, (None, None, None), AscendLimits.DTYPES)
@@ -174,7 +148,7 @@ def _check_no_tail(kv_lens: Tensor, cache_tokens: Tensor) -> None:
             )
 
 
-def _misses_first(given: CopyAttentionArguments) -> CopyAttentionArguments:
+def _misses_first(given: CopyAttentionCall) -> CopyAttentionCall:
     """``given`` with each row's entries in order, misses, hits, padding, and the misses counted."""
     dst, src = given.topk_dst_slots.squeeze(1), given.topk_src_ids.squeeze(1)
     request = _request_of_rows(given)
@@ -192,7 +166,7 @@ def _misses_first(given: CopyAttentionArguments) -> CopyAttentionArguments:
     )
 
 
-def _names_more_than_rows(given: CopyAttentionArguments) -> Tensor:
+def _names_more_than_rows(given: CopyAttentionCall) -> Tensor:
     """[] bool: whether a miss list names a pair that no row of its request does."""
     dst, src = given.topk_dst_slots.squeeze(1), given.topk_src_ids.squeeze(1)
     columns = _columns(given)
@@ -204,18 +178,18 @@ def _names_more_than_rows(given: CopyAttentionArguments) -> Tensor:
     return (listed & ~named).any()
 
 
-def _columns(given: CopyAttentionArguments) -> int:
+def _columns(given: CopyAttentionCall) -> int:
     """Columns of a map over a request's hot slots; the last is for what has none."""
     return given.hbm_block_table.shape[1] * given.hbm_kv_cache.shape[1] + 1
 
 
-def _column(given: CopyAttentionArguments, slots: Tensor, valid: Tensor) -> Tensor:
+def _column(given: CopyAttentionCall, slots: Tensor, valid: Tensor) -> Tensor:
     """Column of each of ``slots`` in such a map; int64."""
     nowhere = _columns(given) - 1
     return torch.where(valid & (slots < nowhere), slots, nowhere).long()
 
 
-def _one_row_each(given: CopyAttentionArguments) -> CopyAttentionArguments:
+def _one_row_each(given: CopyAttentionCall) -> CopyAttentionCall:
     """``given`` as T requests of one row; a row with a cache sees at least C, its request's first row has the list."""
     request = _request_of_rows(given)
     row = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -236,7 +210,7 @@ def _one_row_each(given: CopyAttentionArguments) -> CopyAttentionArguments:
     )
 
 
-def _with_fill_switch(given: CopyAttentionArguments, *, fill: Tensor) -> CopyAttentionArguments:
+def _with_fill_switch(given: CopyAttentionCall, *, fill: Tensor) -> CopyAttentionCall:
     """``given`` with an inactive request more, whose list of no entries reaches C where ``fill``: C is 0 then."""
 
     def extended(name: str) -> Tensor:
@@ -249,13 +223,13 @@ def _with_fill_switch(given: CopyAttentionArguments, *, fill: Tensor) -> CopyAtt
     return more
 
 
-def _request_of_rows(given: CopyAttentionArguments) -> Tensor:
+def _request_of_rows(given: CopyAttentionCall) -> Tensor:
     """[T] int64."""
     row = torch.arange(len(given.query), device=given.query.device)
     return (row.unsqueeze(1) >= given.actual_seq_lengths_query).sum(1)
 
 
-def _listed(given: CopyAttentionArguments) -> Tensor:
+def _listed(given: CopyAttentionCall) -> Tensor:
     """[B, M] bool: the entries of the miss lists that name a copy."""
     within = torch.arange(given.miss_src_ids.shape[1], device=given.query.device) < given.miss_counts.unsqueeze(1)
     return within & (given.miss_src_ids >= 0) & (given.miss_dst_slots >= 0)
@@ -271,7 +245,7 @@ def _widened(lists: Tensor) -> Tensor:
     return wide
 
 
-def _report_bytes(given: CopyAttentionArguments) -> None:
+def _report_bytes(given: CopyAttentionCall) -> None:
     if given.copied_bytes is not None:
         row_bytes = (given.query.shape[2] + given.query_rope.shape[2]) * given.query.element_size()
         given.copied_bytes.copy_(_listed(given).sum() * row_bytes)

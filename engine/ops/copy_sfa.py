@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from engine.ops import native, reference
+from engine.ops import native
 from engine.ops.backends import current_backend
-from engine.ops.checks import FLOAT_DTYPES, check_positive, check_tensor
+from engine.ops.copy_sfa_call import STRUCT_NAMES, CopyAttentionCall
 from engine.ops.registry import register
 
 
@@ -83,108 +82,30 @@ def fused_scatter_copy_sparse_flash_attention(
     )
 
 
-def _kernel(
-    query_rope: Tensor,
-    query: Tensor,
-    actual_seq_lengths_query: Tensor,
-    actual_seq_lengths_kv: Tensor,
-    num_cache_tokens: Tensor,
-    topk_dst_slots: Tensor,
-    topk_src_ids: Tensor,
-    topk_miss_counts: Tensor,
-    miss_src_ids: Tensor,
-    miss_dst_slots: Tensor,
-    miss_counts: Tensor,
-    hbm_block_table: Tensor,
-    dram_block_table: Tensor,
-    hbm_k_rope: Tensor,
-    hbm_kv_cache: Tensor,
-    dram_k_rope: Tensor,
-    dram_kv_cache: Tensor,
-    scale_value: float,
-    attention_out: Tensor,
-    copied_bytes: Tensor | None = None,  # the dispatcher leaves a trailing default out
-) -> None:
-    check_tensor("query", query, (None, None, None), FLOAT_DTYPES)
-    rows, heads, latent = query.shape
-    check_tensor("query_rope", query_rope, (rows, heads, None), query.dtype)
-    rope = query_rope.shape[2]
-    check_tensor("actual_seq_lengths_query", actual_seq_lengths_query, (None,), torch.int32)
-    requests = actual_seq_lengths_query.shape[0]
-    check_tensor("actual_seq_lengths_kv", actual_seq_lengths_kv, (requests,), torch.int32)
-    check_tensor("num_cache_tokens", num_cache_tokens, (requests,), torch.int32)
-    check_tensor("topk_dst_slots", topk_dst_slots, (rows, 1, None), torch.int32)
-    topk = topk_dst_slots.shape[2]
-    check_tensor("topk_src_ids", topk_src_ids, (rows, 1, topk), torch.int32)
-    check_tensor("topk_miss_counts", topk_miss_counts, (rows,), torch.int32)
-    check_tensor("miss_src_ids", miss_src_ids, (requests, None), torch.int32)
-    miss_capacity = miss_src_ids.shape[1]
-    check_tensor("miss_dst_slots", miss_dst_slots, (requests, miss_capacity), torch.int32)
-    check_tensor("miss_counts", miss_counts, (requests,), torch.int32)
-    check_tensor("hbm_block_table", hbm_block_table, (requests, None), torch.int32)
-    check_tensor("dram_block_table", dram_block_table, (requests, None), torch.int32)
-    check_tensor("hbm_kv_cache", hbm_kv_cache, (None, None, 1, latent), query.dtype)
-    hbm_blocks, block_size = hbm_kv_cache.shape[:2]
-    check_positive("hbm_kv_cache.shape[1] (block size)", block_size)
-    check_tensor("hbm_k_rope", hbm_k_rope, (hbm_blocks, block_size, 1, rope), query.dtype)
-    check_tensor("dram_kv_cache", dram_kv_cache, (None, block_size, latent), query.dtype)
-    dram_blocks = dram_kv_cache.shape[0]
-    check_tensor("dram_k_rope", dram_k_rope, (dram_blocks, block_size, rope), query.dtype)
-    check_tensor("attention_out", attention_out, (rows, heads, latent), query.dtype)
-    if copied_bytes is not None:
-        check_tensor("copied_bytes", copied_bytes, (1,), torch.int64)
-    if current_backend() == "reference":
-        moved = reference.copy_misses(
-            *(actual_seq_lengths_query, topk_dst_slots, topk_src_ids, topk_miss_counts),
-            *(miss_src_ids, miss_dst_slots, miss_counts, hbm_block_table, dram_block_table),
-            *(hbm_k_rope, hbm_kv_cache, dram_k_rope, dram_kv_cache),
-        )
-        if copied_bytes is not None:
-            copied_bytes.fill_(moved)
-        reference.hot_attention(
-            *(query_rope, query, actual_seq_lengths_query, actual_seq_lengths_kv, num_cache_tokens),
-            *(topk_dst_slots, hbm_block_table, hbm_k_rope, hbm_kv_cache, attention_out),
-            scale=scale_value,
-        )
-        return
-    native.call(
-        "copy_sparse_flash_attention",
-        {
-            "query_rope": query_rope,
-            "query": query,
-            "query_ends": actual_seq_lengths_query,
-            "kv_lens": actual_seq_lengths_kv,
-            "cache_tokens": num_cache_tokens,
-            "topk_dst_slots": topk_dst_slots,
-            "topk_src_ids": topk_src_ids,
-            "topk_miss_counts": topk_miss_counts,
-            "miss_src_ids": miss_src_ids,
-            "miss_dst_slots": miss_dst_slots,
-            "miss_counts": miss_counts,
-            "hbm_block_table": hbm_block_table,
-            "dram_block_table": dram_block_table,
-            "hbm_rope": hbm_k_rope,
-            "hbm_ckv": hbm_kv_cache,
-            "dram_rope": dram_k_rope,
-            "dram_ckv": dram_kv_cache,
-            "out": attention_out,
-            "copied_bytes": copied_bytes,
-            "scale": scale_value,
-            "rows": rows,
-            "heads": heads,
-            "latent": latent,
-            "rope": rope,
-            "requests": requests,
-            "topk": topk,
-            "miss_capacity": miss_capacity,
-            "hbm_blocks": hbm_blocks,
-            "dram_blocks": dram_blocks,
-            "block_size": block_size,
-            "hbm_max_blocks": hbm_block_table.shape[1],
-            "dram_max_blocks": dram_block_table.shape[1],
-            "dtype": native.dtype_code(query),
-        },
-    )
+class StepCopyAttention:
+    """Copy-SFA for layer after layer of one step: what differs between them is queries, selection and caches.
+
+    The first call is checked in full, those after it only for tensors of the same layout.
+    """
+
+    def __init__(self, **constant: Tensor | float) -> None:
+        """`constant`: the arguments that all layers share; see `fused_scatter_copy_sparse_flash_attention`."""
+        self._constant = constant
+        self._prepared: native.Prepared | None = None
+
+    def __call__(self, **varying: Tensor) -> None:
+        """`varying`: all other arguments."""
+        if varying["query"].device.type != "cpu" or current_backend() != "cpu":
+            fused_scatter_copy_sparse_flash_attention(**self._constant, **varying)  # type: ignore[arg-type]
+            return
+        if self._prepared is None:
+            call = CopyAttentionCall(**self._constant, **varying)  # type: ignore[arg-type]
+            self._prepared = native.Prepared("copy_sparse_flash_attention", call.checked())
+        self._prepared(**{STRUCT_NAMES.get(name, name): tensor for name, tensor in varying.items()})
+
+
+def _kernel(*arguments: Tensor | float | None) -> None:
+    CopyAttentionCall(*arguments).run()  # type: ignore[arg-type]
 
 
 _op = register(

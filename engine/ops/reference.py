@@ -156,6 +156,7 @@ def lru_residency(
     miss_ids: Tensor,
     miss_slots: Tensor,
     miss_counts: Tensor,
+    hit_counts: Tensor,
 ) -> None:
     """See ``engine.ops.residency.lru_residency``."""
     state_rows, capacity = slot_to_token.shape
@@ -165,6 +166,7 @@ def lru_residency(
     for tensor in (slots, miss_ids, miss_slots):
         tensor.fill_(-1)
     miss_counts.fill_(0)
+    hit_counts.fill_(0)
     ends = torch.arange(1, len(topk_ids) + 1) if query_ends is None else query_ends
     for request, span in enumerate(query_spans("query_ends", ends, len(topk_ids))):
         state = int(row_index[request])
@@ -202,6 +204,7 @@ def lru_residency(
         miss_ids[request, : len(misses)] = torch.tensor(misses, dtype=torch.int32)
         miss_slots[request, : len(misses)] = torch.tensor(taken, dtype=torch.int32)
         miss_counts[request] = len(misses)
+        hit_counts[request] = sum(0 <= p < stable for p in wanted) - len(misses)
 
 
 def copy_misses(

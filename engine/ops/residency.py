@@ -43,6 +43,7 @@ class Residency(NamedTuple):
     miss_ids: Tensor  # [B, M] int32, distinct positions to fetch, in order of rows and top-k, padded with -1
     miss_slots: Tensor  # [B, M] int32, the slots they go to, padded with -1
     miss_counts: Tensor  # [B] int32
+    hit_counts: Tensor  # [B] int32, places of the top-k that need no fetch: a position that rows share counts for each
 
     @staticmethod
     def empty(rows: int, topk: int, requests: int | None = None, rows_per_request: int = 1) -> Residency:
@@ -54,7 +55,7 @@ class Residency(NamedTuple):
         requests = rows if requests is None else requests
         miss_ids, miss_slots = torch.empty(2, requests, rows_per_request * topk, dtype=torch.int32)
         slots = torch.empty(rows, topk, dtype=torch.int32)
-        return Residency(slots, miss_ids, miss_slots, torch.empty(requests, dtype=torch.int32))
+        return Residency(slots, miss_ids, miss_slots, *torch.empty(2, requests, dtype=torch.int32))
 
 
 def lru_residency(
@@ -103,12 +104,48 @@ def lru_residency(
     return out
 
 
+class StepResidency:
+    """``lru_residency`` for layer after layer of one step: what differs between them is the top-k and the state.
+
+    The first call is checked in full, those after it only for tensors of the same layout. All write the same ``out``.
+    """
+
+    def __init__(
+        self, stable_prefix: Tensor, generation: Tensor, row_index: Tensor, query_ends: Tensor, out: Residency
+    ) -> None:
+        """Arguments as for ``lru_residency``; they are not copied."""
+        self._per_request = stable_prefix, generation, row_index, query_ends
+        self._out = out
+        self._prepared: native.Prepared | None = None
+
+    def __call__(self, topk_ids: Tensor, state: ResidencyState) -> Residency:
+        """Returns ``out``; see ``lru_residency``."""
+        stable_prefix, generation, row_index, query_ends = self._per_request
+        if topk_ids.device.type != "cpu" or current_backend() != "cpu":
+            return lru_residency(
+                topk_ids, stable_prefix, generation, row_index, state, self._out, query_ends=query_ends
+            )
+        if self._prepared is None:
+            values = _checked(topk_ids, stable_prefix, generation, row_index, query_ends, *state, *self._out)
+            self._prepared = native.Prepared("lru_residency", values)
+        self._prepared(topk_ids=topk_ids, **state._asdict())
+        return self._out
+
+
 def rows_per_request(query_ends: Tensor) -> int:
     """The most query rows of one request, given the cumulative numbers [B]; 0 without a request."""
     return int(query_ends.diff(prepend=query_ends.new_zeros(1)).max()) if len(query_ends) else 0
 
 
-def _kernel(
+def _kernel(*arguments: Tensor | None) -> None:
+    values = _checked(*arguments)  # type: ignore[arg-type]  # only query_ends may be None
+    if current_backend() == "reference":
+        reference.lru_residency(*arguments)  # type: ignore[arg-type]
+    else:
+        native.call("lru_residency", values)
+
+
+def _checked(
     topk_ids: Tensor,
     stable_prefix: Tensor,
     generation: Tensor,
@@ -122,7 +159,9 @@ def _kernel(
     miss_ids: Tensor,
     miss_slots: Tensor,
     miss_counts: Tensor,
-) -> None:
+    hit_counts: Tensor,
+) -> native.Values:
+    """The operator's arguments by the names of the C++ struct. Raises ValueError for illegal layouts."""
     check_tensor("topk_ids", topk_ids, (None, None), torch.int32)
     rows, topk = topk_ids.shape
     if query_ends is not None:
@@ -142,38 +181,32 @@ def _kernel(
     miss_capacity = miss_ids.shape[1]
     check_tensor("miss_slots", miss_slots, (requests, miss_capacity), torch.int32)
     check_tensor("miss_counts", miss_counts, (requests,), torch.int32)
+    check_tensor("hit_counts", hit_counts, (requests,), torch.int32)
     for name, places in (("slot_to_token", capacity), ("miss_ids", miss_capacity)):
         if places < wanted:
             legal = f"at least topk_ids.shape[1] for each row of a request, {wanted}"
             raise ValueError(f"{name} holds {places} slots; legal: {legal}")
-    state = ResidencyState(last_generation, slot_to_token, last_used, clock)
-    out = slots, miss_ids, miss_slots, miss_counts
-    if current_backend() == "reference":
-        reference.lru_residency(topk_ids, stable_prefix, generation, row_index, query_ends, *state, *out)
-        return
-    native.call(
-        "lru_residency",
-        {
-            "topk_ids": topk_ids,
-            "query_ends": query_ends,
-            "stable_prefix": stable_prefix,
-            "generation": generation,
-            "row_index": row_index,
-            **state._asdict(),
-            **Residency(*out)._asdict(),
-            "rows": rows,
-            "topk": topk,
-            "requests": requests,
-            "miss_capacity": miss_capacity,
-            "state_rows": state_rows,
-            "capacity": capacity,
-        },
-    )
+    return {
+        "topk_ids": topk_ids,
+        "query_ends": query_ends,
+        "stable_prefix": stable_prefix,
+        "generation": generation,
+        "row_index": row_index,
+        **ResidencyState(last_generation, slot_to_token, last_used, clock)._asdict(),
+        **Residency(slots, miss_ids, miss_slots, miss_counts, hit_counts)._asdict(),
+        "rows": rows,
+        "topk": topk,
+        "requests": requests,
+        "miss_capacity": miss_capacity,
+        "state_rows": state_rows,
+        "capacity": capacity,
+    }
 
 
 _op = register(
     "lru_residency(Tensor topk_ids, Tensor stable_prefix, Tensor generation, Tensor row_index, Tensor? query_ends, "
     "Tensor(a!) last_generation, Tensor(b!) slot_to_token, Tensor(c!) last_used, Tensor(d!) clock, "
-    "Tensor(e!) slots, Tensor(f!) miss_ids, Tensor(g!) miss_slots, Tensor(h!) miss_counts) -> ()",
+    "Tensor(e!) slots, Tensor(f!) miss_ids, Tensor(g!) miss_slots, Tensor(h!) miss_counts, Tensor(i!) hit_counts) "
+    "-> ()",
     _kernel,
 )

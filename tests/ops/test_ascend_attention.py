@@ -14,7 +14,8 @@ from engine.ops import (
     fused_scatter_copy_sparse_flash_attention,
     sparse_flash_attention,
 )
-from engine.ops.ascend_copy_sfa import CopyAttentionArguments, copy_then_attend
+from engine.ops.ascend_copy_sfa import copy_then_attend
+from engine.ops.copy_sfa_call import CopyAttentionCall
 from tests.ops import ascend_emulation
 from tests.ops.ascend_case import BLOCK, LATENT, ROPE, TOPK, DecodeCase, with_clones
 from tests.ops.paged_case import generator, i32, random_tables
@@ -92,7 +93,7 @@ def test_arguments_stand_in_the_contracts_order() -> None:
     arguments = step()
     ascend_fused(**arguments)
     ((name, given),) = ascend_emulation.calls
-    assert name == NAME and CopyAttentionArguments._fields == (*given, "copied_bytes")
+    assert name == NAME and CopyAttentionCall._fields == (*given, "copied_bytes")
     for cache in ("hbm_k_rope", "hbm_kv_cache", "dram_k_rope", "dram_kv_cache"):
         assert given[cache].data_ptr() == arguments[cache].data_ptr()
     assert given["scale_value"] == arguments["scale_value"]

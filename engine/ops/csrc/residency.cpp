@@ -162,11 +162,12 @@ void update_request(const Args& a, int64_t request, FirstFault& fault) {
   int32_t* slots = a.slots + span.begin * a.topk;
   int32_t* miss_ids = a.miss_ids + request * a.miss_capacity;
   int32_t* miss_slots = a.miss_slots + request * a.miss_capacity;
-  int64_t misses = 0;
+  int64_t misses = 0, cached = 0;
   auto pad = [&] {
     std::fill(miss_ids + misses, miss_ids + a.miss_capacity, -1);
     std::fill(miss_slots + misses, miss_slots + a.miss_capacity, -1);
     a.miss_counts[request] = static_cast<int32_t>(misses);
+    a.hit_counts[request] = static_cast<int32_t>(cached - misses);
   };
   const int64_t state = a.row_index[request];
   if (state < 0) {
@@ -188,6 +189,7 @@ void update_request(const Args& a, int64_t request, FirstFault& fault) {
   for (int64_t i = 0; i < wanted; ++i) {
     tail |= ids[i] >= stable;
     places[misses] = static_cast<int32_t>(i);
+    cached += hot.cached(ids[i]);
     misses += hot.cached(ids[i]) & (slots[i] < 0);
   }
   if (repeated)

@@ -61,6 +61,7 @@ typedef struct {
   int32_t* miss_ids;            // out [requests, miss_capacity]
   int32_t* miss_slots;          // out [requests, miss_capacity]
   int32_t* miss_counts;         // out [requests]
+  int32_t* hit_counts;          // out [requests], places of the top-k, not distinct positions
   int64_t rows, topk, requests, miss_capacity, state_rows, capacity, threads;
 } sluice_residency_args;
 
