@@ -19,7 +19,9 @@ class Drafter:
     First the draft layer computes its rows of the positions the step has confirmed, as prefill did for the prompt; the
     last one gives the first draft. Each further draft comes from one more row, which combines the layer's own output
     with the draft before. These rows, of positions that may prove wrong, lie at or behind the stable prefix: the next
-    step writes them anew before anything counts them as sealed.
+    step writes them anew before anything counts them as sealed. Where the checkpoint says so, they attend to the top-k
+    of the first draft's row and to each other, without an indexer
+    (test_drafts_that_share_a_top_k_run_one_indexer_for_all).
     """
 
     def __init__(self, layer: DraftLayer, backend: DecodeBackend, tokens: int) -> None:
@@ -38,7 +40,7 @@ class Drafter:
         going = [index for index, length in enumerate(lengths) if length > 0]
         if not going:
             return [() for _ in rows]
-        state = self._confirmed(rows, hidden, verdicts, going)
+        state, picks = self._confirmed(rows, hidden, verdicts, going)
         tokens = self._layer.guess(state)
         _append(drafts, going, tokens)
         for depth in range(1, self._tokens):
@@ -48,8 +50,11 @@ class Drafter:
             going = [going[place] for place in kept]
             state, tokens = state[kept], tokens[kept]
             stable = torch.tensor([rows[i].position + len(verdicts[i].tokens) for i in going])
-            positions = self._begin(rows, going, stable + depth - 1, stable=stable)
-            state = self._layer.hidden(state, tokens, positions, self._backend)
+            shared = picks[kept] if self._layer.shares_topk else None
+            picks = torch.arange(len(kept))
+            positions = self._begin(rows, going, stable + depth - 1, stable=stable, picks_of=shared)
+            selects = not self._layer.shares_topk
+            state = self._layer.hidden(state, tokens, positions, self._backend, selects=selects)
             tokens = self._layer.guess(state)
             _append(drafts, going, tokens)
         return [tuple(draft) for draft in drafts]
@@ -60,8 +65,9 @@ class Drafter:
 
     def _confirmed(
         self, rows: Sequence[StepRow], hidden: Tensor, verdicts: Sequence[Verdict], going: Sequence[int]
-    ) -> Tensor:
-        """[len(going), H]: the draft layer's output at each request's last confirmed position."""
+    ) -> tuple[Tensor, Tensor]:
+        """[len(going), H]: the draft layer's output at each request's last confirmed position, and [len(going)], which
+        of the pass's rows these are."""
         counts = torch.tensor([len(verdicts[index].tokens) for index in going])
         firsts = torch.tensor([0, *(len(row.tokens) for row in rows[:-1])]).cumsum(0)[list(going)]
         ends = counts.cumsum(0)
@@ -70,7 +76,7 @@ class Drafter:
         positions = self._begin(rows, going, starts, counts)
         next_tokens = torch.tensor([token.token for index in going for token in verdicts[index].tokens])
         chosen = hidden[firsts.repeat_interleave(counts) + within]
-        return self._layer.hidden(chosen, next_tokens, positions, self._backend)[ends - 1]
+        return self._layer.hidden(chosen, next_tokens, positions, self._backend)[ends - 1], ends - 1
 
     def _begin(
         self,
@@ -79,6 +85,7 @@ class Drafter:
         starts: Tensor,
         counts: Tensor | None = None,
         stable: Tensor | None = None,
+        picks_of: Tensor | None = None,
     ) -> Tensor:
         return self._backend.begin(
             rows=torch.tensor([rows[index].row for index in going]),
@@ -86,6 +93,7 @@ class Drafter:
             starts=starts,
             counts=counts,
             stable_prefix=stable,
+            picks_of=picks_of,
         )
 
 

@@ -73,8 +73,9 @@ class ModelConfig:
 
     Fields keep the names of config.json. `index_owners[i]` is the layer whose top-k layer i attends to;
     `moe_layers[i]` says whether layer i has experts; `draft_layers` of the `num_nextn_predict_layers` layers for
-    multi-token prediction are served (see `with_draft`), numbered behind the others; `eos_token_ids` end a generation
-    (generation_config.json wins); `quant_block` is the [rows, columns] block of FP8 weights, None for plain
+    multi-token prediction are served (see `with_draft`), numbered behind the others, and `drafts_share_topk`
+    (index_share_for_mtp_iteration) says that all drafts of a step use the top-k of the first; `eos_token_ids` end a
+    generation (generation_config.json wins); `quant_block` is the [rows, columns] block of FP8 weights, None for plain
     checkpoints.
     """
 
@@ -87,6 +88,7 @@ class ModelConfig:
     num_nextn_predict_layers: int
     draft_layers: int
     draft_is_moe: bool
+    drafts_share_topk: bool
     num_attention_heads: int
     q_lora_rank: int
     kv_lora_rank: int
@@ -192,6 +194,7 @@ class ModelConfig:
             num_nextn_predict_layers=reader.integer("num_nextn_predict_layers", 0, minimum=0),
             draft_layers=0,
             draft_is_moe=_draft_is_moe(reader, layers),
+            drafts_share_topk=reader.boolean("index_share_for_mtp_iteration", False),
             num_attention_heads=reader.integer("num_attention_heads"),
             q_lora_rank=reader.integer("q_lora_rank"),
             kv_lora_rank=reader.integer("kv_lora_rank"),

@@ -82,12 +82,20 @@ class DsaDecoder:
         return F.linear(hidden, self.weights.lm_head).to(torch.float32)
 
     def run_layer(
-        self, index: int, layer: LayerWeights, hidden: Tensor, positions: Tensor, backend: AttentionBackend
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: Tensor,
+        positions: Tensor,
+        backend: AttentionBackend,
+        *,
+        selects: bool = True,
     ) -> Tensor:
-        """[T, H] -> [T, H]: one layer; the backend is called once, with `index`."""
+        """[T, H] -> [T, H]: one layer; the backend is called once, with `index`, and without `selects` as if the layer
+        had no indexer."""
         cos, sin = self._rope.at(positions)
         normed = rms_norm(hidden, layer.input_norm, self.config.rms_norm_eps)
-        hidden = hidden + self._attention(index, layer.attention, normed, cos, sin, backend)
+        hidden = hidden + self._attention(index, layer.attention, normed, cos, sin, backend, selects)
         normed = rms_norm(hidden, layer.post_attention_norm, self.config.rms_norm_eps)
         if isinstance(layer.mlp, MoeWeights):
             output = mixture(normed, layer.mlp, self.config)
@@ -103,7 +111,14 @@ class DsaDecoder:
         return KvRows(*self._main_rows(weights, normed, cos, sin), key)
 
     def _attention(
-        self, index: int, weights: AttentionWeights, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend
+        self,
+        index: int,
+        weights: AttentionWeights,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        backend: AttentionBackend,
+        selects: bool,
     ) -> Tensor:
         """Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
         c = self.config
@@ -118,7 +133,7 @@ class DsaDecoder:
             q_rope=rotate(q_rope, cos[:, None], sin[:, None], interleaved=True),
             ckv=ckv,
             k_rope=k_rope,
-            indexer=None if weights.indexer is None else self._index(weights.indexer, x, q_latent, cos, sin),
+            indexer=self._index(weights.indexer, x, q_latent, cos, sin) if weights.indexer and selects else None,
         )
         values = torch.bmm(attended.transpose(0, 1), weights.w_uv).transpose(0, 1)
         return self._group.all_reduce(F.linear(values.reshape(tokens, -1), weights.o_proj))

@@ -17,6 +17,7 @@ class DraftLayer:
     Its row of position p combines the hidden state of p with the token at p + 1 and predicts the token at p + 2. It
     has KV of its own, at the same positions as the other layers. As a row depends on the token behind it, the last row
     of a block belongs to one continuation; behind another one it is only a worse guess, and guesses are verified.
+    Further layers of a checkpoint, which no released one has, are not used: this one drafts as often as it is asked to.
     """
 
     def __init__(self, decoder: DsaDecoder) -> None:
@@ -26,6 +27,8 @@ class DraftLayer:
         self._decoder = decoder
         self._weights = decoder.weights.draft
         self._eps = decoder.config.rms_norm_eps
+        self.shares_topk = decoder.config.drafts_share_topk
+        """Whether all drafts of a step attend to the first one's top-k (GLM-5.2, index_share_for_mtp_iteration)."""
         self.layer = decoder.config.num_hidden_layers
         """Its number among the layers with KV."""
 
@@ -41,13 +44,23 @@ class DraftLayer:
         return self._decoder.kv_rows(self._weights.layer, self._combine(hidden, next_tokens), positions)
 
     @torch.no_grad()
-    def hidden(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, backend: AttentionBackend) -> Tensor:
+    def hidden(
+        self,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        positions: Tensor,
+        backend: AttentionBackend,
+        *,
+        selects: bool = True,
+    ) -> Tensor:
         """[T, H]: like `DsaDecoder.hidden` of the next positions, so that it can be fed back for one more guess.
 
-        Arguments as for `kv_rows`; `backend` is called once, with the layer's number.
+        Arguments as for `kv_rows`; `backend` is called once, with the layer's number. Without `selects` the layer's
+        indexer does not run: the backend knows what to attend to.
         """
         combined = self._combine(hidden, next_tokens)
-        output = self._decoder.run_layer(self.layer, self._weights.layer, combined, positions, backend)
+        layer = self._weights.layer
+        output = self._decoder.run_layer(self.layer, layer, combined, positions, backend, selects=selects)
         return rms_norm(output, self._weights.norm, self._eps)
 
     @torch.no_grad()
