@@ -20,7 +20,7 @@ from decode_node.geometry import plan_geometry
 from decode_node.inbox import Inbox
 from decode_node.kv_room import kv_manager
 from decode_node.leader import LeaderLoop
-from decode_node.memory import DecodeMemory, HostMemory, RowTables
+from decode_node.memory import DecodeMemory, DeviceMemory, HostMemory, RowTables
 from decode_node.rank import PullTerms, Rank
 from decode_node.scheduler import DecodeRequest, Scheduler, SchedulerLimits
 from engine.config import SluiceConfig
@@ -48,10 +48,10 @@ class PoisonedMemory:
     address = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.full(tuple(shape), POISON, dtype=dtype)
+        return torch.full(tuple(shape), POISON if dtype.is_floating_point else 85, dtype=dtype)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.full(tuple(shape), POISON, dtype=dtype)
+        return self.empty(shape, dtype)
 
 
 class RecordingBackend(DenseBackend):
@@ -97,12 +97,15 @@ class LocalRank:
         *,
         group: TensorParallel | None = None,
         host: HostMemory | None = None,
+        device: DeviceMemory | None = None,
         dtype: str = "float32",
+        indexer_dtype: str = "model",
         max_model_len: int | None = None,
         **decode: int,
     ) -> None:
         model = {"path": str(model_dir), "dtype": dtype, "max_model_len": max_model_len}
-        sections = {"model": model, "decode": {"host_pool_bytes": 8 << 20, **decode}, "kv": {"block_size": 16}}
+        kv = {"block_size": 16, "indexer_dtype": indexer_dtype}
+        sections = {"model": model, "decode": {"host_pool_bytes": 8 << 20, **decode}, "kv": kv}
         self.config = SluiceConfig.model_validate(sections)
         self.model = served_model(self.config)
         self.geometry = plan_geometry(self.config, self.model)
@@ -113,7 +116,7 @@ class LocalRank:
         self._reference_draft = DraftLayer(self._reference) if count else None
         weights = load_weights(model_dir, self.model, torch_dtype, group.shard)
         poisoned = PoisonedMemory()
-        self.memory = DecodeMemory(self.geometry, torch_dtype, poisoned, host or poisoned)
+        self.memory = DecodeMemory(self.geometry, torch_dtype, device or poisoned, host or poisoned)
         self.tables = RowTables(self.geometry)
         self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=self.owns_host)
         decoder, terms = DsaDecoder(self.model, weights, group, torch_dtype), PullTerms(contributors=1, lease_s=60.0)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,73 @@ def test_drafts_equal_a_dense_reference(tmp_path: Path, kind: str) -> None:
     assert {len(tokens) for _, tokens in drafted} == {0, 1, 2, 3}, "fewer drafts near the end"
     for text, tokens in drafted:
         assert list(tokens) == (reference.drafts(text, len(tokens)) if tokens else [])
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_acceptance_equals_that_without_offload(checkpoint: Path, tmp_path: Path, drafts: int) -> None:
+    """Low acceptance is how wrong rows in the hot buffer first show (C13). A prompt decoded with the smallest hot
+    buffer, past its size, and with one that holds all of the context: as many drafts, as many of them right."""
+    family = json.loads((checkpoint / "config.json").read_text())["model_type"]
+    length, tokens = (1 + drafts) * TOPK - 30, 320 if (family, drafts) == ("deepseek_v32", 3) else 90
+    drafted, nodes = [], []
+    for hot_tokens in ((1 + drafts) * TOPK, 10 * TOPK):
+        node = node_of(checkpoint, tmp_path, drafts, hot_tokens=hot_tokens)
+        session = node.start("r", prompt_of(length), greedy(tokens))
+        node.finish(session)
+        assert_tokens_match(session.tokens, Oracle(checkpoint).greedy(session.prompt, tokens))
+        drafted.append((node.rank.counters.draft_tokens, node.rank.counters.accepted_tokens))
+        nodes.append(node)
+    assert drafted[0] == drafted[1]
+    assert 0 < drafted[0][1] < drafted[0][0]
+    assert nodes[0].backend.counters.misses > nodes[1].backend.counters.misses, "the small buffer never evicted"
+
+
+@pytest.mark.parametrize("length", [20, 300])
+def test_drafts_that_share_a_top_k_run_one_indexer_for_all(tmp_path: Path, length: int) -> None:
+    """index_share_for_mtp_iteration: the same answer, from one selection of the draft layer per step.
+
+    While all positions fit the top-k, sharing it makes no difference to the drafts.
+    """
+    counted: dict[bool, list[int]] = {}
+    for shares in (False, True):
+        options = {"index_share_for_mtp_iteration": shares}
+        checkpoint = drafting_checkpoint(tmp_path / f"shares-{shares}", "glm_moe_dsa", seed=5, **options)
+        node = node_of(checkpoint, tmp_path, 3)
+        draft_layer = node.model.num_hidden_layers
+        keys, selections = node.memory.indexers[draft_layer], 0
+        select = keys.select
+
+        def counting(*arguments: Any, select: Any = select) -> torch.Tensor:
+            nonlocal selections
+            selections += 1
+            return select(*arguments)
+
+        object.__setattr__(keys, "select", counting)
+        session = node.start("r", prompt_of(length), greedy(40))
+        node.finish(session)
+        assert_tokens_match(session.tokens, Oracle(checkpoint).greedy(session.prompt, 40))
+        counters = node.rank.counters
+        assert counters.accepted_tokens > 0
+        assert (selections <= counters.steps) == shares
+        counted[shares] = [counters.draft_tokens, counters.accepted_tokens]
+    if length + 40 < TOPK:
+        assert counted[True] == counted[False]
+
+
+def test_of_several_draft_layers_the_first_drafts_all(tmp_path: Path) -> None:
+    """Further layers of a checkpoint are not loaded, and nothing is kept for them."""
+    kept = drafting_checkpoint(tmp_path / "one", "glm_moe_dsa", seed=5)
+    more = drafting_checkpoint(tmp_path / "two", "glm_moe_dsa", seed=5)
+    config = json.loads((more / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 2
+    (more / "config.json").write_text(json.dumps(config))
+    answers = []
+    for checkpoint in (kept, more):
+        node = node_of(checkpoint, tmp_path, 2)
+        session = node.start("r", prompt_of(90), greedy(30))
+        node.finish(session)
+        answers.append((session.tokens, node.rank.counters.accepted_tokens, node.geometry))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
