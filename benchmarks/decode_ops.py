@@ -1,4 +1,4 @@
-"""Operator part of ``make bench-decode``: each decode operator against what it replaces, at real dimensions.
+"""``make bench-decode``: each decode operator, and a whole decode step, against what they replace, at real dimensions.
 
 Writes benchmarks/results/decode_ops.json, a list of rows {name, value, unit, baseline, ratio, goal, met, spread, note}.
 """
@@ -11,11 +11,11 @@ import sys
 import torch
 from rich.console import Console
 
-from benchmarks import ops_copy, ops_lim, ops_residency
+from benchmarks import ops_copy, ops_lim, ops_residency, ops_step
 from benchmarks.harness import clock, publish
 from engine.ops import available_isas, set_num_threads
 
-PARTS = ("lim", "copy", "residency")
+PARTS = ("lim", "copy", "residency", "step")
 
 
 def main() -> None:
@@ -39,6 +39,8 @@ def main() -> None:
         rows += ops_copy.run(now, budget, gemm, memcpy)
     if "residency" in arguments.only:
         rows += ops_residency.run(now, budget / 2)
+    if "step" in arguments.only:
+        rows += ops_step.run(now, 2 * budget)
     path = publish(rows, "decode_ops.json", console)
     console.print(f"written to {path}")
 
