@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | bench | bench-decode | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
+# make setup | demo | test | chaos | lint | bench | bench-decode | bench-transfer | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test lint docs bench bench-decode bench-prefill soak-prefill clean
+.PHONY: setup proto native demo test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
 setup: $(VENV)/.installed build/.native build/torch_npu/.installed
 
 $(VENV)/.tools: constraints.txt
@@ -45,6 +45,12 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest $(TESTS)
 
+SEED ?= 1
+SEEDS ?= 1
+MINUTES ?= 2
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --seed $(SEED) --seeds $(SEEDS) --minutes $(MINUTES)
+
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -54,6 +60,18 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.run
+
+bench-transfer: setup build/bench/.installed
+	$(BIN)/python -m benchmarks.transfer
+
+# The engines ours is compared with, each in a folder of its own. One that cannot be had here has a row that says so.
+build/bench/.installed:
+	mkdir -p build/bench/debs
+	-$(PIP) install --no-deps --upgrade --target build/bench/nixl nixl-cu12==1.5.1
+	-$(PIP) install --no-deps --upgrade --target build/bench/mooncake mooncake-transfer-engine-non-cuda
+	-cd build/bench/debs && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200
+	-for deb in build/bench/debs/*.deb; do dpkg -x $$deb build/bench/mooncake/debian; done
+	touch $@
 
 bench-decode: setup
 	$(BIN)/python -m benchmarks.decode_ops

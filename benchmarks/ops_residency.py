@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Pair, Row, speedup_row, time_in_turns
+from benchmarks.native import compiled
 from benchmarks.ops_lim import i32
 from engine.ops import Residency, ResidencyState, native
 
@@ -21,7 +20,6 @@ _CONTEXT = 131072
 _STEPS_PER_RUN = 16  # timed together: one takes hardly longer than looking at the clock
 _SETS = 64  # so many that what one step drops is long forgotten when it comes again
 _SOURCE = Path(__file__).resolve().parent / "plain_residency.cpp"
-_LIBRARY = Path(__file__).resolve().parent.parent / "build" / "bench" / "libplain_residency.so"
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class ResidencyBench:
 
     def _plain(self) -> list[Callable[[], None]]:
         """One call of the plain algorithm per set of top-k."""
-        function, out = _library(), self.plain_out
+        function, out = ctypes.CDLL(str(compiled(_SOURCE))).plain_residency, self.plain_out
         tensors = (
             *(self.plain_tokens, self.plain_order, out.slots, out.miss_counts, out.miss_ids, out.miss_slots),
             *(self.mark, self.pos, self.work, self.miss_pos, self.epoch),
@@ -163,14 +161,3 @@ def _lookup_time(now: Callable[[], float], budget_s: float) -> float:
 
 def _pointers(tensors: tuple[torch.Tensor, ...]) -> tuple[ctypes.c_void_p, ...]:
     return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-
-
-def _library() -> ctypes._CFuncPtr:
-    if not _LIBRARY.exists() or _LIBRARY.stat().st_mtime < _SOURCE.stat().st_mtime:
-        compiler = shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            raise RuntimeError("no C++ compiler (c++ or g++) on PATH; the residency baseline is compiled on the spot")
-        _LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["-O3", "-shared", "-fPIC"]  # those of the operators
-        subprocess.run([compiler, *flags, "-o", str(_LIBRARY), str(_SOURCE)], check=True, timeout=120)
-    return ctypes.CDLL(str(_LIBRARY)).plain_residency

@@ -188,8 +188,10 @@ class MemFabricEngine:
 
 @dataclass(slots=True)
 class _Call:
+    """`ended` is locked until the call has come back; a lock wakes its waiter sooner than an Event does."""
+
     run: Callable[[], int]
-    done: threading.Event
+    ended: threading.Lock
     code: int | None = None
     error: Exception | None = None
 
@@ -212,7 +214,7 @@ class _Session:
 
     def idle(self) -> bool:
         """True when no call that missed its deadline is under way any more."""
-        return all(call.done.is_set() for call in tuple(self._given_up))
+        return not any(call.ended.locked() for call in tuple(self._given_up))
 
     def call(self, run: Callable[[], int], nbytes: int, deadline_s: float) -> None:
         if self._broken:
@@ -224,9 +226,10 @@ class _Session:
         if self._link is None or not self._link.is_up():
             self._dial(nbytes, min(deadline_s, _DIAL_S))
         self._ensure_thread()
-        call = _Call(run, threading.Event())
+        call = _Call(run, threading.Lock())
+        call.ended.acquire()
         self._calls.put(call)
-        if not call.done.wait(deadline_s):
+        if not call.ended.acquire(timeout=deadline_s):
             self._given_up.append(call)
             self._broken = True
             raise TransferTimeout(
@@ -279,4 +282,4 @@ class _Session:
                     call.code = call.run()
                 except Exception as error:  # reported to the caller, who waits for it
                     call.error = error
-            call.done.set()
+            call.ended.release()

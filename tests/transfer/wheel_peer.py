@@ -116,6 +116,21 @@ class PrefillPeer:
         errors = [self.errors.get() for _ in range(self.errors.qsize())]
         return {"errors": errors, "seconds": time.monotonic() - started, "idle": self.gate.idle()}
 
+    def latencies(self, request: str, generation: int, count: int) -> list[float]:
+        """Seconds from publishing a layer's first blocks until its gate is open, `count` times; finishes nothing."""
+        assert self.endpoint is not None
+        start, end = CHUNKS[0]
+        sent = entry(
+            request, PREFILL_BLOCKS[start:end], start, indexer=PREFILL_INDEXER[start:end], generation=generation
+        )
+        seconds = []
+        for _ in range(count):
+            began = time.perf_counter()
+            self.publisher.publish(0, SLOT_OF_LAYER[0], self.endpoint, [sent])
+            self.gate.wait(SLOT_OF_LAYER[0])
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
     def shift_generations(self, by: int) -> None:
         """Makes every word in device memory differ from what is announced."""
         for slot in range(NUM_SLOTS):

@@ -1,7 +1,6 @@
 #include "hostcann.h"
 
-#include <string.h>
-
+#include "bulk.h"
 #include "errors.h"
 #include "regions.h"
 
@@ -36,7 +35,7 @@ int hostcann_copy(int device, void *destination, const void *source, size_t byte
     const struct hc_region *from_region = hc_region_find(source, &from) ? &from : NULL;
     if ((to_region != NULL && hc_peer_is_dead(to.peer)) || (from_region != NULL && hc_peer_is_dead(from.peer)))
         return ACL_ERROR_INTERNAL;
-    memmove(destination, source, bytes);
+    hc_bulk_copy(destination, source, bytes);
     int kind = kind_of(to_region, from_region);
     return kind < 0 ? ACL_OK : hostcann_count_copy(device, kind, bytes);
 }
