@@ -10,6 +10,7 @@ from deploy import processes
 from deploy.resolve import Run
 from deploy.restarts import RestartLimit, Units, unit_of
 from deploy.supervisor import Supervisor, obituary
+from transfer import hostcann
 
 
 class DeploymentLost(Exception):
@@ -29,6 +30,7 @@ class Watch:
         self._console = console
         self._restart = run.config.runtime.restart
         self._limit = RestartLimit(run.config.runtime.restarts_per_minute)
+        self._device_root = run.device_root
         self._units = Units(processes.everything(run), run.run_dir)
         self._due: dict[str, float] = {}  # monotonic times by unit
 
@@ -49,6 +51,7 @@ class Watch:
                 self._say(f"{unit} died too often (runtime.restarts_per_minute) and is not started again")
         for unit in [unit for unit, due in self._due.items() if due <= time.monotonic()]:
             del self._due[unit]
+            hostcann.sweep(self._device_root, keep=True)  # or the memory of the dead would fill the host in the end
             self._say(f"starting {unit} again")
             self._supervisor.start_again(self._units.specs(unit))
 

@@ -263,6 +263,10 @@ class Cluster:
         """kill -9 of one worker process."""
         os.kill(self.pid_of(worker_id), signal.SIGKILL)
 
+    def children(self) -> list[psutil.Process]:
+        """Every process below `sluice up`, as they are now."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
     def process_of(self, module: str) -> psutil.Process:
         """The process that runs a Python module, for example "meta_server.main"."""
         self.processes = psutil.Process(self._process.pid).children(recursive=True)
@@ -272,10 +276,15 @@ class Cluster:
         """Whether `sluice up` printed a line with `text`."""
         return any(text in line for line in self._output)
 
+    @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs; gone when the cluster is."""
+        return Path(self._folder.name, "logs")
+
     def diagnosis(self) -> str:
         """The launcher's output and the end of every log."""
         parts = ["--- sluice up ---", *self._output[-60:]]
-        for log in sorted(Path(self._folder.name, "logs").glob("*.log")):
+        for log in sorted(self.logs.glob("*.log")):
             parts += [f"--- {log.name} ---", *log.read_text(errors="replace").splitlines()[-40:]]
         return "\n".join(parts)
 

@@ -81,11 +81,11 @@ def environment(root: str | os.PathLike[str], chip: str, devices: int, hbm_bytes
     }
 
 
-def sweep(root: str | os.PathLike[str]) -> int:
+def sweep(root: str | os.PathLike[str], *, keep: bool = False) -> int:
     """Remove what dead processes left below `root`, and `root` itself when nobody lives there; returns bytes freed.
 
-    Call it before a cluster starts and after one has ended. It waits for processes that are just registering, and
-    never touches a live process's memory.
+    Call it before a cluster starts and after one has ended; with `keep`, which leaves `root`, at any time. It waits for
+    processes that are just registering, and never touches a live process's memory.
     """
     folder = Path(root)
     if not folder.is_dir():
@@ -96,7 +96,7 @@ def sweep(root: str | os.PathLike[str]) -> int:
         dead = [process for process in _processes(folder) if not _is_alive(process)]
         for process in dead:
             freed += _remove(process)
-        if not any(_processes(folder)):
+        if not keep and not any(_processes(folder)):
             for part in ("processes", "pool", "devices", "lock"):
                 freed += _remove(folder / part)
             if not any(folder.iterdir()):

@@ -8,12 +8,16 @@
  *                                                     wheel ships it empty)
  *   open, unlink  /dev/shm/memfabric_hybrid_N         $HOSTCANN_ROOT/pool/... (MemCache's memory, numbered by rank)
  *   open, unlink  /tmp/mmc_meta_service.lock          $HOSTCANN_ROOT/pool/... (one meta service per host otherwise)
+ *
+ * And the wheel's sleep of 1 us before it asks whether a copy is done, which Linux makes 60 us, is left out: an emulated
+ * copy is done when its queue entry has been sent.
  */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,6 +33,9 @@
 
 typedef char *realpath_function(const char *, char *);
 typedef void *dlopen_function(const char *, int);
+typedef int usleep_function(useconds_t);
+
+static _Thread_local bool copies_are_done;
 
 static int starts_with(const char *text, const char *start)
 {
@@ -119,4 +126,20 @@ EXPORT int unlink(const char *path)
 {
     char ours[PATH_MAX];
     return unlinkat(AT_FDCWD, cluster_path(path, ours), 0);
+}
+
+/* Called by libhostcann when this thread has sent entries to a queue. */
+EXPORT void hostcann_copies_are_done(void)
+{
+    copies_are_done = true;
+}
+
+EXPORT int usleep(useconds_t microseconds)
+{
+    static usleep_function *original;
+    if (original == NULL)
+        original = (usleep_function *)dlsym(RTLD_NEXT, "usleep");
+    bool needless = copies_are_done && microseconds <= 1;
+    copies_are_done = false;
+    return needless ? 0 : original(microseconds);
 }

@@ -1,0 +1,33 @@
+"""A short seed of chaos, and that chaos would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import FAULTS
+from tests.chaos.questions import Question, passkey_questions
+from tests.chaos.run import run
+from tests.checkpoints import PASSKEY_GLM
+from tests.oracle import MIN_GAP, OracleResult
+
+SEED, SECONDS = 11, 15.0
+QUESTIONS = 8
+
+
+@pytest.mark.cluster
+def test_a_short_seed_of_chaos_ends_without_violation(tmp_path: Path) -> None:
+    """`make chaos` runs longer ones."""
+    outcome = run(SEED, SECONDS, passkey_questions(PASSKEY_GLM)[:QUESTIONS], FAULTS, tmp_path / "events.log")
+    assert not outcome.failed, "\n".join([*outcome.record.violations, "--- events ---", *outcome.record.events])
+    assert outcome.record.counts["right"] >= QUESTIONS
+
+
+def test_a_wrong_token_is_a_mistake_unless_the_oracle_is_not_sure_either() -> None:
+    question = Question("q", [1], 3, OracleResult([5, 6, 7], [1.0, MIN_GAP / 2, 1.0]))
+    assert question.mistake([5, 6, 7], whole=True) is None
+    assert question.mistake([5], whole=False) is None
+    assert question.mistake([5], whole=True) == "q: 1 tokens, not 3"
+    assert question.mistake([4, 6, 7], whole=True) == "q: token 0 is 4, not 5"
+    assert question.mistake([5, 9, 9], whole=True) is None
