@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -162,3 +163,17 @@ def publish(rows: Sequence[Row], file_name: str, console: Console) -> Path:
     path = RESULTS / file_name
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return path
+
+
+def published(file_name: str) -> list[Row]:
+    """The rows of an earlier `publish`; none if there was none."""
+    path = RESULTS / file_name
+    if not path.exists():
+        return []
+    return [row_of(fields) for fields in json.loads(path.read_text())]
+
+
+def row_of(fields: dict[str, Any]) -> Row:
+    """A row as it was written."""
+    spread = fields["spread"]
+    return Row(**fields | {"spread": spread and (spread[0], spread[1])})

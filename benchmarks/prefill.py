@@ -1,154 +1,218 @@
-"""``python -m benchmarks.prefill``: what prefill's layer buffers, pool and packing cost, over whole local deployments.
+"""``make bench-prefill``: what prefill's layer buffers, prefixes, packing and pool cost.
 
-A random model of moderate size, so only speeds mean something. Each number is the better of two rounds. The two
-deployments run one after the other, so the host must have nothing else to do: compare only numbers of an idle one.
-`load_wait_share` is the part of the loads' time for which the computation waited, i.e. that was not hidden.
-Writes ``benchmarks/results/prefill.json``: rows of name, value, unit, baseline, ratio, goal, met.
+Deployments that are compared run side by side on one host and are asked in turns, so what slows the host down slows
+both; each ratio is the median over such pairs, with its quartiles. Models are random: only times mean something.
+Rows of parts that are not run (`--only`) stay in ``benchmarks/results/prefill.json``.
 """
 
 from __future__ import annotations
 
-import json
-import random
+import argparse
+import contextlib
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from sluice.v1 import client_pb2, common_pb2
 
-from deploy.client import Client, ClientError
-from deploy.launcher import DeploymentFailed, started
-from deploy.signals import Signals, Stopped
-from engine.config import ConfigError, load_config
+from benchmarks.harness import Pair, Row, Timing, publish, published, slowdown_row
+from benchmarks.prefill_pool import pool_rows
+from benchmarks.prefill_side import Side, prompt, side
+from deploy.checkpoint import checkpoint_of
+from deploy.client import ClientError
+from deploy.launcher import DeploymentFailed
+from deploy.signals import Stopped
+from engine.config import ConfigError
+from prefill_node.shape import prefill_shape
 from tests.checkpoints import random_checkpoint
 
-_ROOT = Path(__file__).resolve().parent.parent
-_RESULTS = _ROOT / "benchmarks" / "results" / "prefill.json"
-_VOCABULARY = 320
+PARTS = ("layers", "prefix", "packing", "pool", "growth")
+_FILE = "prefill.json"
+_SHARED = 3
 _TOKENS = 1600
 _CACHED = 0.9
 _MIXED = (200, 400, 800, 1600)
-_ROUNDS = 2
-_WORKER = "prefill-0/tp0"
-_COPY_BYTES = 64 << 20
-_SIZES = {"num_hidden_layers": 8, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 64}
+_LENGTHS = (4096, 8192, 16384, 32768, 65536)
+_COMMON = {
+    "index_head_dim": 64,
+    "index_n_heads": 8,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 70000,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_MODEL = _COMMON | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+}
+"""A layer takes some 70 ms for a step of 512 tokens, of which interpreter and bookkeeping are a few."""
+_LONG_MODEL = _COMMON | {
+    "hidden_size": 256,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "indexer_types": ["full", "shared", "shared", "full", "shared", "shared"],
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+}
+"""Smaller, so that 64K tokens take minutes; four of six layers reuse another one's top-k, as GLM-5.2 does."""
+_STEP = "prefill.max_tokens_per_step=512"
+_RESIDENT, _REUSED = "prefill.independent_layers=all", f"prefill.shared_buffers={_SHARED}"
 
 
-@dataclass(frozen=True)
-class Row:
-    """`ratio` = value / baseline; `goal` is what it should be at most, or at least for throughputs."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float
-    ratio: float
-    goal: float
-    met: bool
+@contextlib.contextmanager
+def _sides(model: Path, overrides: Sequence[str], console: Console) -> Iterator[tuple[Side, Side]]:
+    """With shared layer buffers, and with one for each layer."""
+    with (
+        side(model, [*overrides, _STEP, _REUSED], console) as shared,
+        side(model, [*overrides, _STEP, _RESIDENT], console) as resident,
+    ):
+        yield shared, resident
 
 
-def row(name: str, value: float, unit: str, baseline: float, goal: float, *, at_least: bool = False) -> Row:
-    ratio = value / baseline
-    return Row(name, value, unit, baseline, ratio, goal, ratio >= goal if at_least else ratio <= goal)
+def _in_turns(subject: Callable[[int], float], baseline: Callable[[int], float], pairs: int) -> Pair:
+    """Both with run numbers 0, 1, ..., which give the seconds they took; the first pair warms up."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for run in range(pairs + 1):
+        for which in (0, 1) if run % 2 else (1, 0):
+            spent[which].append((subject, baseline)[which](run))
+    ours, theirs = spent[0][1:], spent[1][1:]
+    return Pair(Timing.of(ours), Timing.of(theirs), Timing.of([a / b for a, b in zip(ours, theirs, strict=True)]))
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, _VOCABULARY), k=tokens)
-
-
-def first_tokens(client: Client, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds until the last of these prompts, sent together, has its first token. Raises ClientError."""
-    errors: list[ClientError] = []
-
-    def ask(tokens: Sequence[int]) -> None:
-        sampling = common_pb2.SamplingParams(max_tokens=1, ignore_eos=True)
-        request = client_pb2.GenerateRequest(tokens=client_pb2.TokenIds(ids=tokens), sampling=sampling)
-        try:
-            list(client.generate(request))
-        except ClientError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in prompts]
-    begin = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return time.monotonic() - begin
-
-
-def counters(client: Client) -> Mapping[str, float]:
-    """Of the prefill worker, after a heartbeat."""
-    time.sleep(2.5)
-    return next(dict(w.status.counters) for w in client.status().workers if w.info.worker_id == _WORKER)
-
-
-def copy_bytes_per_s() -> float:
-    """What one thread copies in this host's memory."""
-    source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    target.copy_(source)
-    begin = time.monotonic()
-    for _ in range(8):
-        target.copy_(source)
-    return 8 * _COPY_BYTES / (time.monotonic() - begin)
-
-
-def measure(model: Path, overrides: Sequence[str], console: Console) -> tuple[float, list[Row]]:
-    """Seconds of a cold prompt in a deployment, and the rows that one deployment gives."""
-    config = load_config(
-        _ROOT / "deploy" / "configs" / "local.yaml",
-        ["http.port=0", "grpc.port=0", f"model.path={model}", "model.max_model_len=4096", *overrides],
+def layers(shared: Side, resident: Side, pairs: int) -> list[Row]:
+    """Few layer buffers against all of them: time, hidden copies, device memory."""
+    before = shared.counters()
+    pair = _in_turns(
+        lambda run: shared.first_tokens([prompt(_TOKENS, 1 + run)]),
+        lambda run: resident.first_tokens([prompt(_TOKENS, 1 + run)]),
+        pairs,
     )
-    with started(config, console, Signals()) as (run, _), Client(run.grpc_address) as client:
-        first_tokens(client, [prompt(300, 0)])  # opens the links
-        cold, warm, mixed, padded = ([] for _ in range(4))
-        for seed in range(1, 1 + _ROUNDS):
-            whole = prompt(_TOKENS, seed)
-            cold.append(first_tokens(client, [whole]))
-            warm.append(first_tokens(client, [whole[: int(_TOKENS * _CACHED)] + prompt(_TOKENS // 10, -seed)]))
-            mixed.append(first_tokens(client, [prompt(length, 100 * seed + length) for length in _MIXED]))
-            padded.append(first_tokens(client, [prompt(max(_MIXED), 9000 + 10 * seed + i) for i in range(len(_MIXED))]))
-        seen = counters(client)
-    copy = copy_bytes_per_s()
-    put = seen["bytes_saved"] / max(seen["save_seconds"], 1e-9)
-    get = seen["bytes_loaded"] / max(seen["load_seconds"], 1e-9)
-    real = sum(_MIXED) / (len(_MIXED) * max(_MIXED))
-    return min(cold), [
-        row(f"ttft_{int(_CACHED * 100)}_percent_cached", min(warm), "s", min(cold), 0.2),
-        row("packed_over_padded", min(mixed), "s", min(padded), 1.1 * real),
-        row("pool_put", put, "bytes/s", copy, 0.5, at_least=True),
-        row("pool_get", get, "bytes/s", copy, 0.5, at_least=True),
-        row("load_wait_share", seen["load_wait_seconds"], "s", max(seen["load_seconds"], 1e-9), 0.05),
+    spent = {name: value - before.get(name, 0.0) for name, value in shared.counters().items()}
+    copies = spent["load_seconds"] + spent["save_seconds"]
+    hidden = 1 - spent["transfer_wait_seconds"] / copies
+    planned = prefill_shape(shared.config, checkpoint_of(shared.config))
+    held = shared.device_bytes()
+    ratio = shared.status().gauges["main_kv_bytes"] / shared.status().gauges["main_kv_bytes_all_resident"]
+    expected = len(planned.plan.slots) / planned.plan.num_layers
+    return [
+        slowdown_row(
+            f"wall, {_SHARED} buffers over all resident", pair, 1.03, f"{_TOKENS} tokens, time to first token"
+        ),
+        Row(
+            "copies hidden behind the computation",
+            hidden,
+            "share",
+            copies,
+            hidden,
+            ">= 0.95",
+            hidden >= 0.95,
+            note=f"baseline: seconds of pool copies; waited {spent['transfer_wait_seconds']:.4f} s, readers included",
+        ),
+        Row(
+            "device bytes over planned",
+            held,
+            "bytes",
+            planned.device_bytes,
+            held / planned.device_bytes,
+            "= 1",
+            held == planned.device_bytes,
+            note="as the driver counts them",
+        ),
+        Row("footprint", ratio, "of all resident", expected, ratio / expected, "= 1", ratio == expected),
     ]
+
+
+def prefix(shared: Side, pairs: int) -> list[Row]:
+    """A prompt of which the pool has nine tenths against one of which it has nothing."""
+    common = int(_TOKENS * _CACHED)
+
+    def cold(run: int) -> float:
+        return shared.first_tokens([prompt(_TOKENS, 1000 + run)])
+
+    def warm(run: int) -> float:
+        shared.first_tokens([prompt(common + 1, 2000 + run)])  # puts the beginning into the pool
+        return shared.first_tokens([prompt(_TOKENS, 2000 + run)[:common] + prompt(_TOKENS - common, 3000 + run)])
+
+    return [slowdown_row(f"time to first token, {_CACHED:.0%} cached over cold", _in_turns(warm, cold, pairs), 0.2)]
+
+
+def packing(shared: Side, pairs: int) -> list[Row]:
+    """Prompts of mixed lengths in one batch against as many of the longest, which is what padding would compute."""
+    seeds = iter(range(4000, 10**6))
+
+    def mixed(run: int) -> float:
+        return shared.first_tokens([prompt(length, next(seeds)) for length in _MIXED])
+
+    def padded(run: int) -> float:
+        return shared.first_tokens([prompt(max(_MIXED), next(seeds)) for _ in _MIXED])
+
+    real = sum(_MIXED) / (len(_MIXED) * max(_MIXED))
+    note = f"real tokens are {real:.3f} of the padded ones"
+    return [slowdown_row("packed over padded", _in_turns(mixed, padded, pairs), 1.05 * real, note)]
+
+
+def growth(shared: Side, resident: Side, lengths: Sequence[int], pairs: int) -> list[Row]:
+    """How the time per prompt grows with its length, on both sides."""
+    rows = []
+    for length in lengths:
+        pair = _in_turns(
+            lambda run, length=length: shared.first_tokens([prompt(length, 7 * length + run)]),
+            lambda run, length=length: resident.first_tokens([prompt(length, 7 * length + run)]),
+            pairs,
+        )
+        note = f"{length / pair.subject.median:.0f} tokens/s with {_SHARED} buffers"
+        rows.append(slowdown_row(f"wall at {length} tokens, {_SHARED} buffers over all resident", pair, None, note))
+    return rows
+
+
+def measure(parts: Sequence[str], lengths: Sequence[int], pairs: int, folder: Path, console: Console) -> list[Row]:
+    rows = []
+    if {"layers", "prefix", "packing"} & set(parts):
+        model = random_checkpoint(folder / "model", "glm_moe_dsa", seed=0, **_MODEL)
+        with _sides(model, ["model.max_model_len=4096"], console) as (shared, resident):
+            rows += layers(shared, resident, pairs) if "layers" in parts else []
+            rows += prefix(shared, pairs) if "prefix" in parts else []
+            rows += packing(shared, max(1, pairs // 2)) if "packing" in parts else []
+    if "pool" in parts:
+        rows += pool_rows(console)
+    if "growth" in parts:
+        model = random_checkpoint(folder / "long", "glm_moe_dsa", seed=0, **_LONG_MODEL)
+        room = max(lengths) + 512
+        fields = [f"model.max_model_len={room}", "prefill.max_requests=1", "decode.max_requests=2"]
+        memory = ["decode.host_pool_bytes=1GiB", "pool.dram_bytes=1GiB", "hostcann.hbm_bytes=2GiB"]
+        with _sides(model, [*fields, *memory], console) as (shared, resident):
+            rows += growth(shared, resident, lengths, 1 if pairs < 6 else 2)
+    return rows
 
 
 def main() -> None:
     """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--pairs", type=int, default=10, help="of runs that are compared (default: %(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=_LENGTHS, help="of growth (default: %(default)s)")
+    arguments = parser.parse_args()
     console = Console()
     try:
         with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-            model = random_checkpoint(Path(folder) / "model", "glm_moe_dsa", seed=0, **_SIZES)
-            resident, _ = measure(model, ["prefill.independent_layers=all"], console)
-            shared, rows = measure(model, ["prefill.shared_buffers=3"], console)
+            rows = measure(arguments.only, arguments.lengths, arguments.pairs, Path(folder), console)
     except (ConfigError, DeploymentFailed, ClientError, ValueError) as error:
         sys.exit(f"bench-prefill: {error}")
     except Stopped:
         sys.exit(130)
-    rows.insert(0, row("wall_3_buffers_over_all_resident", shared, "s", resident, 1.03))
-    _RESULTS.parent.mkdir(exist_ok=True)
-    _RESULTS.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n", encoding="utf-8")
-    for each in rows:
-        console.print(
-            f"{each.name}: {each.value:.4g} {each.unit}, ratio {each.ratio:.3g}, goal {each.goal:.3g}", markup=False
-        )
+    new = {row.name for row in rows}
+    publish([*(row for row in published(_FILE) if row.name not in new), *rows], _FILE, console)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sluice.v1 import wire_pb2
@@ -22,7 +22,6 @@ from prefill_node.prefetch import Prefetcher
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Route, Routes
 from prefill_node.steps import Chunk
-from transfer.mem_pool import PoolError
 
 
 class Publishes(Protocol):
@@ -63,21 +62,20 @@ class PrefillBackend:
         saver: PoolSaver,
     ) -> None:
         self._config, self._buffers = config, buffers
-        self._publisher, self._routes, self._loader, self._saver = publisher, routes, loader, saver
+        self._publisher, self._routes, self._saver = publisher, routes, saver
         self._plan = buffers.plan
         self._prefetcher = Prefetcher(buffers.plan, gate, loader)
         self._batch: StepBatch | None = None
         self._topk: Tensor | None = None  # [T, topk] of the last layer with an indexer
-        self._earlier: dict[str, Held] = {}  # request id -> pool objects of the blocks before its chunk, where needed
         self.errors: dict[str, str] = {}
         self.pool_errors: dict[str, str] = {}
 
     def begin(self, batch: StepBatch) -> None:
-        """Called before the forward pass over `batch`. Raises PoolStuck."""
+        """Called before the forward pass over `batch`."""
         self._batch, self._topk, self.errors, self.pool_errors = batch, None, {}, {}
-        self._earlier = self._hold(batch.chunks)
+        earlier = self._hold(batch.chunks)
         self._saver.begin_step(batch.chunks)
-        self._prefetcher.begin(batch.chunks, self._earlier)
+        self._prefetcher.begin(batch.chunks, earlier)
 
     def end(self) -> None:
         """Called after the forward pass."""
@@ -113,8 +111,8 @@ class PrefillBackend:
         return attended
 
     @property
-    def load_wait_seconds(self) -> float:
-        """How long layers have waited for their rows from the pool."""
+    def transfer_wait_seconds(self) -> float:
+        """How long the computation has waited for copies: those of readers and to and from the pool."""
         return self._prefetcher.wait_seconds
 
     def close(self) -> None:
@@ -125,8 +123,6 @@ class PrefillBackend:
         batch, buffer = self._current(), self._buffers.of_layer(layer)
         self.pool_errors.update(self._prefetcher.ready(layer))
         self._write(buffer, batch, rows)
-        if layer == self._plan.num_layers - 1:
-            self._confirm()
         self._seal(layer, batch)
         self._saver.save(layer, batch.chunks)
         self._publish(layer)
@@ -140,8 +136,8 @@ class PrefillBackend:
         failed = self.errors.keys() | self.pool_errors.keys()
         return [chunk for chunk in self._current().chunks if chunk.request_id not in failed]
 
-    def _hold(self, chunks: Sequence[Chunk]) -> dict[str, Held]:
-        """Pins the rows that chunks need from the pool; a request whose rows are not there fails."""
+    def _hold(self, chunks: Sequence[Chunk]) -> dict[str, Callable[[], Held]]:
+        """Has the rows pinned that chunks need from the pool, while the first layers are computed."""
         held = {}
         for chunk in chunks:
             if not chunk.start or not (self._plan.has_reuse or chunk.takes_prefix):
@@ -150,18 +146,8 @@ class PrefillBackend:
             keys = chunk.keys[:blocks]
             if len(keys) < blocks:
                 raise RuntimeError(f"request {chunk.request_id!r}: a chunk from {chunk.start} without its earlier rows")
-            try:
-                held[chunk.request_id] = self._saver.hold(chunk.request_id, keys)
-            except PoolError as error:
-                self.pool_errors[chunk.request_id] = f"request {chunk.request_id!r}: {error}"
+            held[chunk.request_id] = self._saver.hold(chunk.request_id, keys)
         return held
-
-    def _confirm(self) -> None:
-        """Before the step's results count: what was loaded in it was what it should have been."""
-        for chunk in self._healthy():
-            held = self._earlier.get(chunk.request_id)
-            if held and (error := self._loader.confirm(chunk.request_id, held)):
-                self.pool_errors[chunk.request_id] = error
 
     def _seal(self, layer: int, batch: StepBatch) -> None:
         """Writes the checksums of the blocks that are going to be saved."""

@@ -116,6 +116,10 @@ class PoolThread:
 
         Raises PoolStuck, naming `what`, when that takes too long.
         """
+        return self.ask(what, call)()
+
+    def ask(self, what: str, call: Callable[[], T]) -> Callable[[], T]:
+        """Runs `call` after all earlier ones. What is returned waits for it, from any thread, and answers as `run`."""
         future: Future[T] = Future()
 
         def resolve() -> None:
@@ -124,13 +128,16 @@ class PoolThread:
             except Exception as error:
                 future.set_exception(error)
 
+        def answer() -> T:
+            try:
+                return future.result(self._patience_s)
+            except FutureTimeout:
+                raise PoolStuck(
+                    f"the pool did not {what} within {self._patience_s:g} s, twice pool.timeout_s{self._because()}"
+                ) from None
+
         self.submit(resolve)
-        try:
-            return future.result(self._patience_s)
-        except FutureTimeout:
-            raise PoolStuck(
-                f"the pool did not {what} within {self._patience_s:g} s, twice pool.timeout_s{self._because()}"
-            ) from None
+        return answer
 
     def close(self) -> None:
         """Lets the queued calls end; gives up after a few seconds."""

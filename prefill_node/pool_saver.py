@@ -13,7 +13,7 @@ from typing import NamedTuple
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.pool_client import PoolClient, PoolThread
 from prefill_node.pool_layout import Copy, PoolObjectLayout
-from prefill_node.pool_objects import NOTHING, Held, PoolObjects
+from prefill_node.pool_objects import Held, PoolObjects
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
@@ -101,13 +101,11 @@ class PoolSaver:
         if self._writes:
             self._thread.submit(lambda: self._end(chunks, failed))
 
-    def hold(self, request_id: str, keys: Sequence[str]) -> Held:
-        """Where these blocks lie, after all saves asked for so far.
+    def hold(self, request_id: str, keys: Sequence[str]) -> Callable[[], Held]:
+        """Asks where these blocks lie, after all saves asked for so far; what is returned waits for the answer.
 
-        Raises PoolError when they are not all in the pool, PoolStuck when the pool does not answer.
+        It raises PoolError when they are not all in the pool, PoolStuck when the pool does not answer.
         """
-        if not keys:
-            return NOTHING
 
         def find() -> Held:
             if cause := self._errors.get(request_id):
@@ -116,7 +114,7 @@ class PoolSaver:
             self._count_held()
             return held
 
-        return self._thread.run(f"find the blocks of request {request_id!r}", find)
+        return self._thread.ask(f"find the blocks of request {request_id!r}", find)
 
     def release(self, request_id: str, *, distrust: bool = False) -> None:
         """The request is over: gives its objects back, after the saves under way; they stay in the pool.

@@ -79,7 +79,7 @@ class PrefillWorker:
             status.add_scheduling(answer, self._leader.snapshot(), config.prefill.max_waiting)
         if (parts := self._parts) is not None:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
-            answer.counters["load_wait_seconds"] = parts.backend.load_wait_seconds
+            answer.counters["transfer_wait_seconds"] = parts.backend.transfer_wait_seconds
             status.add_health(answer, parts.pool.down, parts.pool.counters())
             if (usage := parts.watch.usage) is not None:
                 status.add_pool_usage(answer, usage)

@@ -59,7 +59,7 @@ def test_a_failed_save_opens_the_gate(make_rig):
     assert [failure.consumer for failure in failures] == [Consumer("save", 1)]
     assert "save fails on demand" in failures[0].reason
     with pytest.raises(PoolError, match=r"not in the pool: layer 1 was not saved: save fails on demand"):
-        rig.saver.hold("a", ["a-0"])
+        rig.saver.hold("a", ["a-0"])()
 
 
 def test_a_late_save_keeps_its_slot_closed_until_it_ends(make_rig):
@@ -97,7 +97,7 @@ def test_a_request_dropped_before_its_objects_are_finished_leaves_none_of_these(
 def test_rows_that_were_never_saved_are_not_found(make_rig):
     rig = make_rig()
     with pytest.raises(PoolError, match=r"only 0 of 2 blocks"):
-        rig.saver.hold("unknown", ["x", "y"])
+        rig.saver.hold("unknown", ["x", "y"])()
 
 
 def test_rows_of_a_failed_request_are_not_shared(make_rig):
