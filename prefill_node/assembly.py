@@ -103,7 +103,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     progress("opening the pool")
     joining = JoiningPool(partial(_open_pool, plan, buffers))
     stack.callback(joining.close)
-    joining.join()
+    joining.join_within(config.pool.timeout_s)
     pool = GuardedPool(_with_faults(plan, joining))
     gate = ReuseGate(
         shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s, closes=not config.faults.reuse_gate_off

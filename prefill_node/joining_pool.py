@@ -27,7 +27,8 @@ class JoiningPool(WrappedPool):
     """Until it has been joined, every operation raises PoolError with the reason.
 
     `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded; tries that fail
-    become rarer, up to one in ten seconds.
+    become rarer, up to one in ten seconds. Nobody waits long for it: the meta service lets nobody in for up to a minute
+    after a member was killed (test_a_pool_that_lets_nobody_in_holds_nobody_up).
     """
 
     def __init__(self, open_pool: Callable[[], OpenPool], *, retry_s: float = 1.0) -> None:
@@ -38,9 +39,42 @@ class JoiningPool(WrappedPool):
         self._cause = "it has not been joined yet"
         self._closed = False
         self._lock = threading.Lock()
+        self._trying = threading.Lock()
+
+    def join_within(self, seconds: float) -> None:
+        """The first try; it goes on by itself if it takes longer. Raises what `open_pool` raises but PoolError."""
+        failures: list[Exception] = []
+
+        def first_try() -> None:
+            try:
+                self.join()
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=first_try, name="join-pool", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            log.warning("prefill starts without its pool, which has not let it in within %g s", seconds)
+        if failures:
+            raise failures[0]
 
     def join(self) -> None:
-        """One try, if it is time for one. Does not raise for a pool that is not there."""
+        """One try, if it is time for one and none is under way. Does not raise for a pool that is not there."""
+        if self._trying.acquire(blocking=False):
+            try:
+                self._try()
+            finally:
+                self._trying.release()
+
+    def close(self) -> None:
+        """Leaves the pool, if it was joined. Idempotent."""
+        with self._lock:
+            self._closed, pool = True, self._pool
+        if pool is not None:
+            pool.close()
+
+    def _try(self) -> None:
         if self._pool is not None or time.monotonic() < self._retry_at:
             return
         try:
@@ -57,13 +91,6 @@ class JoiningPool(WrappedPool):
             pool.close()
         else:
             log.info("joined the pool")
-
-    def close(self) -> None:
-        """Leaves the pool, if it was joined. Idempotent."""
-        with self._lock:
-            self._closed, pool = True, self._pool
-        if pool is not None:
-            pool.close()
 
     def _call(self, operation: Callable[[PoolClient], T]) -> T:
         if self._pool is None:

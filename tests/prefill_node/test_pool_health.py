@@ -143,6 +143,38 @@ def test_a_pool_joined_while_the_process_ends_is_left_at_once():
     assert door.closed == 1
 
 
+def _answers(pool):
+    try:
+        return pool.exists(["a"]) == [False]
+    except PoolError:
+        return False
+
+
+def test_a_pool_that_lets_nobody_in_holds_nobody_up():
+    """A worker that starts again shortly after a member was killed: the meta service keeps it waiting."""
+    opened, door = threading.Event(), Door()
+    door.open = True
+    pool = JoiningPool(lambda: opened.wait(10) and door())
+    started = time.monotonic()
+    pool.join_within(0.05)
+    pool.join()
+    assert time.monotonic() - started < 1.0, "neither the start nor the watch waits for the first try"
+    with pytest.raises(PoolError, match="not been joined yet"):
+        pool.exists(["a"])
+    opened.set()
+    eventually(lambda: _answers(pool))
+    assert door.knocks == 1
+    pool.close()
+
+
+def test_a_defect_in_joining_ends_the_start():
+    def defect():
+        raise ImportError("no module named kubernetes")
+
+    with pytest.raises(ImportError, match="kubernetes"):
+        JoiningPool(defect).join_within(5.0)
+
+
 def test_status_is_true_also_while_nobody_asks():
     door = Door()
     joining = JoiningPool(door, retry_s=0.01)
