@@ -61,6 +61,9 @@ def _legal(schema: dict[str, object]) -> str:
     if schema.get("type") == "array":
         items = schema.get("items")
         return f"list of {_legal(items)}" if isinstance(items, dict) else "list"
+    values = schema.get("additionalProperties")
+    if isinstance(values, dict):
+        return f"mapping of text to {_legal(values)}"
     names = {"null": "empty", "string": "text", "boolean": "`true`, `false`", "integer": "integer", "number": "number"}
     text = names[str(schema["type"])]
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -48,7 +48,12 @@ def up(config: SluiceConfig, console: Console) -> None:
         console.print(
             f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, highlight=False, soft_wrap=True
         )
-        watch = Watch(run, supervisor, console)
+        watch = Watch(
+            run,
+            processes.everything(run),
+            supervisor,
+            lambda text: console.print(text, markup=False, soft_wrap=True),
+        )
         try:
             while True:
                 signals.sleep(_POLL_S)
@@ -92,7 +97,7 @@ def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console)
             processes.POOL_SERVICE: (run.config.runtime.host, run.config.pool.config_port),
             processes.META_SERVER: (run.grpc_host, run.config.grpc.port),
         }
-        supervisor.start([processes.pool_service(run), processes.meta_server(run)])
+        supervisor.start(processes.servers(run))
         for name, (host, port) in listening.items():
             progress.update(name, "starting")
             while not can_connect(host, port):

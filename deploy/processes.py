@@ -51,9 +51,14 @@ def workers(run: Run) -> list[ChildSpec]:
     return specs
 
 
+def servers(run: Run) -> list[ChildSpec]:
+    """What the workers need, in the order in which they start."""
+    return [pool_service(run), meta_server(run)]
+
+
 def everything(run: Run) -> list[ChildSpec]:
     """All processes, in the order in which they start."""
-    return [pool_service(run), meta_server(run), *workers(run)]
+    return [*servers(run), *workers(run)]
 
 
 def driver_environment(run: Run) -> dict[str, str]:

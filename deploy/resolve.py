@@ -72,16 +72,11 @@ def resolved(config: SluiceConfig) -> Iterator[Run]:
     parent = default_parent()
     sweep_dead(parent)
     with _run_dir(config) as run_dir, _device_root(config, parent) as device_root:
-        filled = _fill(config, run_dir, device_root)
-        config_file = run_dir / "sluice.yaml"
-        config_file.write_text(yaml.safe_dump(filled.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-        (run_dir / "logs").mkdir(exist_ok=True)
-        for stale in run_dir.glob("*.rendezvous"):  # of an earlier run in the same folder
-            stale.unlink()
-        yield Run(filled, config_file, run_dir, device_root)
+        yield written(filled(config), run_dir, device_root)
 
 
-def _fill(config: SluiceConfig, run_dir: Path, device_root: Path) -> SluiceConfig:
+def filled(config: SluiceConfig) -> SluiceConfig:
+    """`config` with free ports of this machine in place of open ones. Raises ConfigError: a port is in use."""
     ports = PortChooser()
     local = config.runtime.host
 
@@ -93,19 +88,33 @@ def _fill(config: SluiceConfig, run_dir: Path, device_root: Path) -> SluiceConfi
     pool = port("pool", "meta_port", local) | port("pool", "config_port", local) | port("pool", "metrics_port", local)
     return config.model_copy(
         update={
+            "transfer": config.transfer.model_copy(update=port("transfer", "store_port", local)),
+            "pool": config.pool.model_copy(update=pool),
+            "http": config.http.model_copy(update=http),
+            "grpc": config.grpc.model_copy(update=grpc),
+        }
+    )
+
+
+def written(config: SluiceConfig, run_dir: Path, device_root: Path) -> Run:
+    """Enters the folders into `config` and writes it into `run_dir` for the processes."""
+    full = config.model_copy(
+        update={
             "model": config.model.model_copy(
                 update={"path": str(Path(config.model.path).resolve()), "name": config.model_name}
             ),
             "hostcann": config.hostcann.model_copy(
                 update={"root": str(device_root), "devices": config.hostcann.devices or config.worker_count}
             ),
-            "transfer": config.transfer.model_copy(update=port("transfer", "store_port", local)),
-            "pool": config.pool.model_copy(update=pool),
-            "http": config.http.model_copy(update=http),
-            "grpc": config.grpc.model_copy(update=grpc),
             "runtime": config.runtime.model_copy(update={"run_dir": str(run_dir)}),
         }
     )
+    config_file = run_dir / "sluice.yaml"
+    config_file.write_text(yaml.safe_dump(full.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    (run_dir / "logs").mkdir(exist_ok=True)
+    for stale in run_dir.glob("*.rendezvous"):  # of an earlier run in the same folder
+        stale.unlink()
+    return Run(full, config_file, run_dir, device_root)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
-"""The launcher's watch over a deployment that runs: tells of deaths, and starts what died again."""
+"""A launcher's watch over a deployment that runs: tells of deaths, and starts what died again."""
 
 from __future__ import annotations
 
 import time
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from deploy import processes
+from deploy.child import ChildSpec
 from deploy.resolve import Run
 from deploy.restarts import RestartLimit, Units, unit_of
 from deploy.supervisor import Supervisor, obituary
@@ -25,13 +25,16 @@ class Watch:
     would wait for it in vain.
     """
 
-    def __init__(self, run: Run, supervisor: Supervisor, console: Console) -> None:
+    def __init__(
+        self, run: Run, specs: Sequence[ChildSpec], supervisor: Supervisor, say: Callable[[str], None]
+    ) -> None:
+        """`specs` are the children of `supervisor`; `say` gets one text per event."""
         self._supervisor = supervisor
-        self._console = console
+        self._say = say
         self._restart = run.config.runtime.restart
         self._limit = RestartLimit(run.config.runtime.restarts_per_minute)
         self._device_root = run.device_root
-        self._units = Units(processes.everything(run), run.run_dir)
+        self._units = Units(specs, run.run_dir)
         self._due: dict[str, float] = {}  # monotonic times by unit
 
     def look(self) -> None:
@@ -54,6 +57,3 @@ class Watch:
             hostcann.sweep(self._device_root, keep=True)  # or the memory of the dead would fill the host in the end
             self._say(f"starting {unit} again")
             self._supervisor.start_again(self._units.specs(unit))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)

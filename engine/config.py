@@ -185,6 +185,29 @@ class RuntimeSection(Section):
         return 60.0 if self.restart else 1.0
 
 
+def _custom_resources(value: object) -> object:
+    """Refuses what Ray has an option of its own for."""
+    if isinstance(value, dict) and (own := {"CPU", "GPU", "memory", "object_store_memory"} & value.keys()):
+        raise ValueError(f"{sorted(own)} are Ray's own resources; write custom ones, as {{NPU: 1}}")
+    return value
+
+
+Resources = Annotated[dict[str, Annotated[float, Field(gt=0)]], BeforeValidator(_custom_resources)]
+
+
+class RaySection(Section):
+    """Where `python -m deploy.ray_job` places the groups; ignored by everything else."""
+
+    strategy: Literal["pack", "spread", "strict_spread"] = Field(
+        "spread",
+        description="pack: on as few nodes as possible; spread: on different ones as far as possible; strict_spread: "
+        "every TP group on a node of its own, so prefill and decode never share one",
+    )
+    cpus_per_rank: Annotated[float, Field(ge=0)] = Field(1.0, description="Ray's CPU resource that each rank takes")
+    prefill_resources: Resources = Field({}, description="custom resources that each prefill rank takes: {NPU: 1}")
+    decode_resources: Resources = Field({}, description="custom resources that each decode rank takes: {NPU: 1}")
+
+
 class FaultsSection(Section):
     """Faults on demand, for tests; all off by default."""
 
@@ -225,6 +248,7 @@ class SluiceConfig(Section):
     http: HttpSection = HttpSection()
     grpc: GrpcSection = GrpcSection()
     runtime: RuntimeSection = RuntimeSection()
+    ray: RaySection = RaySection()
     faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LIBRARY_PATH = Path(__file__).resolve().parents[2] / "build" / "ops" / "libsluice_ops.so"
+from transfer.build_folder import build_folder
+
+LIBRARY_PATH = build_folder() / "ops" / "libsluice_ops.so"
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _INVALID = 1

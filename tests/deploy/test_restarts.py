@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from deploy import processes
 from deploy.child import ChildSpec
 from deploy.resolve import Run
 from deploy.restarts import RestartLimit, Units, unit_of
@@ -59,16 +57,17 @@ def test_a_unit_that_starts_again_meets_at_a_fresh_place(tmp_path: Path) -> None
 class Launched:
     """Sleeping processes under the names of a deployment, watched."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **runtime: object) -> None:
+    def __init__(self, folder: Path, **runtime: object) -> None:
         code = "import time; print('started', flush=True); time.sleep(60)"
         argv = [sys.executable, "-c", code]
         specs = [ChildSpec(name, argv, {}, folder / f"{name.replace('/', '.')}.log") for name in NAMES]
-        monkeypatch.setattr(processes, "everything", lambda run: specs)
         config = build_config({"model": {"path": str(folder)}, "runtime": {"restart": True} | runtime})
         self.supervisor = Supervisor()
         self.supervisor.start(specs)
-        self.console = Console(record=True, file=(folder / "console").open("w"))
-        self.watch = Watch(Run(config, folder / "sluice.yaml", folder, folder), self.supervisor, self.console)
+        self.said: list[str] = []
+        self.watch = Watch(
+            Run(config, folder / "sluice.yaml", folder, folder), specs, self.supervisor, self.said.append
+        )
         self.first = self.supervisor.pids()
 
     def kill(self, name: str) -> None:
@@ -89,11 +88,11 @@ Launch = Callable[..., Launched]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+def launch(tmp_path: Path) -> Iterator[Launch]:
     launched: list[Launched] = []
 
     def start(**runtime: object) -> Launched:
-        launched.append(Launched(tmp_path, monkeypatch, **runtime))
+        launched.append(Launched(tmp_path, **runtime))
         return launched[-1]
 
     yield start
@@ -116,7 +115,7 @@ def test_a_dead_process_is_started_again_with_its_unit_only(launch: Launch, vict
     launched.look_until(lambda: launched.replaced() == unit and set(launched.supervisor.pids()) == set(NAMES))
     for _ in range(20):
         launched.watch.look()
-    text = launched.console.export_text()
+    text = "\n".join(launched.said)
     assert text.count("killed by SIGKILL") == 1, "the ranks that had to go with it are not told as deaths"
     assert launched.replaced() == unit
 
@@ -156,4 +155,4 @@ def test_a_group_that_keeps_dying_is_told_and_left(launch: Launch) -> None:
     launched.kill("decode-0/dp1/tp0")
     launched.look_until(lambda: "decode-0/dp1/tp0" not in launched.supervisor.pids())
     launched.watch.look()
-    assert "decode-0/dp1 died too often (runtime.restarts_per_minute)" in launched.console.export_text(clear=False)
+    assert "decode-0/dp1 died too often (runtime.restarts_per_minute)" in "\n".join(launched.said)

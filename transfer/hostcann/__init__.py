@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from transfer.build_folder import build_folder
+
 DEFAULT_CHIP = "Ascend910_9382"
 MAX_DEVICES = 64
 COPY_KINDS = ("h2d", "d2h", "d2d", "peer")
@@ -49,7 +51,7 @@ class DeviceCounters:
 
 def home() -> Path:
     """The built driver (its libraries lie in lib64); raises HostcannError when it has not been built."""
-    folder = Path(__file__).resolve().parents[2] / "build" / "hostcann"
+    folder = build_folder() / "hostcann"
     library = folder / "lib64" / "libhostcann.so"
     if not library.exists():
         raise HostcannError(f"the emulated Ascend driver is not built: {library} is missing; run `make setup`")
