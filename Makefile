@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
+.PHONY: setup proto native demo test ray-test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
 setup: $(VENV)/.installed build/.native build/torch_npu/.installed
 
 $(VENV)/.tools: constraints.txt
@@ -50,6 +50,10 @@ SEEDS ?= 1
 MINUTES ?= 2
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --seed $(SEED) --seeds $(SEEDS) --minutes $(MINUTES)
+
+# a Ray cluster in a network namespace of its own, where its ports meet nobody else's
+ray-test: setup
+	unshare $(shell test `id -u` = 0 || echo --map-root-user) --net sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/ray $(TESTS)'
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from deploy.units import Unit
 from engine.config import ConfigError, SluiceConfig
 
 _LOOK_PERIOD_S = 0.5
-_PLACING_S = 5.0
+_PLACING_S = 20.0  # an actor comes to life in some seconds where there is room
 
 
 class UnitWatch:
@@ -46,7 +46,7 @@ class UnitWatch:
                 self._answered()
             elif not self._running and not self._told_waiting and now >= self._next + _PLACING_S:
                 self._told_waiting = True
-                self._say(f"{self.unit} waits for a node")
+                self._say(f"{self.unit} is not placed yet")
         elif now >= self._next:
             if self._actor is None:
                 self._actor = self._new_actor()

@@ -1,0 +1,169 @@
+"""A Ray head as users start it, and jobs on it by the command line they use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+from tests.cluster import REPOSITORY
+
+DASHBOARD = "http://127.0.0.1:8265"
+LOCAL_CONFIG = "deploy/configs/local.yaml"
+SMALL = {
+    "http.port": 0,
+    "grpc.port": 0,
+    "prefill.max_tokens_per_step": 256,
+    "decode.host_pool_bytes": "64MiB",
+    "pool.dram_bytes": "64MiB",
+    "hostcann.hbm_bytes": "256MiB",
+}
+"""A deployment that fits beside other work, without fixed ports."""
+
+OBJECT_STORE_BYTES = 100_000_000
+_MODULES = ("prefill_node.main", "decode_node.main", "meta_server.main", "transfer.mem_pool_service", "deploy.")
+_READY = re.compile(r"^sluice ready (\S+) grpc://(\S+)$", re.MULTILINE)
+
+
+class RayTestError(AssertionError):
+    """Ray or a job did not do what the test relies on; the text carries the job's log."""
+
+
+def environment() -> dict[str, str]:
+    """Ray's commands and jobs run by this Python."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"
+    return {**own, "RAY_API_SERVER_ADDRESS": DASHBOARD, "OMP_NUM_THREADS": "1"}
+
+
+def entrypoint(**fields: object) -> list[str]:
+    """The documented command of a job, with fields of sluice.yaml over `SMALL`; `__` stands for a dot."""
+    chosen = SMALL | {name.replace("__", "."): value for name, value in fields.items()}
+    sets = [part for name, value in chosen.items() for part in ("--set", f"{name}={value}")]
+    return ["python", "-m", "deploy.ray_job", "--config", LOCAL_CONFIG, *sets]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str]) -> None:
+    """Polls until `condition` holds; fails with `explain()` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RayTestError(explain())
+        time.sleep(0.2)
+
+
+def deployment_processes() -> list[psutil.Process]:
+    """Processes of deployments in this network namespace."""
+    ours = os.readlink("/proc/self/ns/net")
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.readlink(f"/proc/{process.pid}/ns/net") != ours or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if any(argument.startswith(_MODULES) for argument in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def folders_of(processes: Sequence[psutil.Process]) -> set[Path]:
+    """Device memory and run folders of workers."""
+    folders = set()
+    for process in processes:
+        if root := process.environ().get("HOSTCANN_ROOT"):
+            folders.add(Path(root))
+        folders |= {Path(argument).parent for argument in process.cmdline() if argument.endswith("/sluice.yaml")}
+    return folders
+
+
+def sluice_ready(log: str) -> tuple[str, str] | None:
+    """HTTP URL and gRPC address that a deployment has announced, the latest of them."""
+    said = _READY.findall(log)
+    return said[-1] if said else None
+
+
+class RayHead:
+    """`ray start --head`, ended by a signal to the process that was started, never by name."""
+
+    def __enter__(self) -> RayHead:
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-t-", dir="/tmp"))
+        with (self._folder / "head.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *("ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4"),
+                    *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"),
+                    *("--dashboard-host=127.0.0.1", f"--temp-dir={self._folder}"),
+                ],
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        wait_for(self._serves, 60, lambda: (self._folder / "head.log").read_text())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        everything = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(everything, timeout=20)
+        for process in alive:
+            process.kill()
+        self._process.wait(20)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serves(self) -> bool:
+        if self._process.poll() is not None:
+            raise RayTestError((self._folder / "head.log").read_text())
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{DASHBOARD}/api/version", timeout=1).status_code == 200
+        return False
+
+    def submit(self, job: str, command: Sequence[str]) -> None:
+        """`ray job submit --working-dir . -- COMMAND`."""
+        run("ray", "job", "submit", "--no-wait", "--submission-id", job, "--working-dir", ".", "--", *command)
+
+    def log(self, job: str) -> str:
+        """`ray job logs`."""
+        return run("ray", "job", "logs", job)
+
+    def status(self, job: str) -> str:
+        """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        return str(httpx.get(f"{DASHBOARD}/api/jobs/{job}", timeout=10).json()["status"])
+
+    def stop(self, job: str) -> None:
+        """`ray job stop`."""
+        run("ray", "job", "stop", job)
+
+    def wait_ready(self, job: str, timeout_s: float = 120) -> tuple[str, str]:
+        """HTTP URL and gRPC address of the deployment, once its log shows them."""
+        found: tuple[str, str] | None = None
+
+        def ready() -> bool:
+            nonlocal found
+            found = sluice_ready(self.log(job))
+            if found is None and self.status(job) in ("FAILED", "STOPPED", "SUCCEEDED"):
+                raise RayTestError(self.log(job))
+            return found is not None
+
+        wait_for(ready, timeout_s, lambda: self.log(job))
+        assert found is not None
+        return found
+
+
+def run(*command: str) -> str:
+    """A command in the repository; its standard output. Fails if it fails."""
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RayTestError(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
