@@ -1,4 +1,4 @@
-# make setup | demo | test | chaos | lint | bench | bench-decode | bench-transfer | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
+# make setup | demo | test | ray-test | chaos | lint | bench | bench-decode | bench-transfer | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
