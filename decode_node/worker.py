@@ -107,15 +107,20 @@ class DecodeWorker:
     def _engine(self) -> None:
         try:
             with ExitStack() as resources:
-                loop = self._lead(resources) if self._setup.place.tp_rank == 0 else self._follow(resources)
-                self._loop = loop
-                if self._stopping.is_set():
-                    return
-                loop.run()
+                try:
+                    loop = self._lead(resources) if self._setup.place.tp_rank == 0 else self._follow(resources)
+                    self._loop = loop
+                    if not self._stopping.is_set():
+                        loop.run()
+                except Exception as error:
+                    self._fail(error)  # at once: closing what hangs may take long
         except Exception as error:
-            if not self._stopping.is_set():
-                log.exception("the engine of %s ended", self._setup.place.worker_id)
-                self._events.call_soon_threadsafe(self._process.fail, str(error))
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._stopping.is_set():
+            log.exception("the engine of %s ended", self._setup.place.worker_id)
+            self._events.call_soon_threadsafe(self._process.fail, str(error))
 
     def _lead(self, resources: ExitStack) -> LeaderLoop:
         setup, geometry = self._setup, self._setup.geometry

@@ -94,18 +94,28 @@ class PrefillWorker:
         return answer
 
     def _run(self, on_ready: Callable[[], object], on_failure: Callable[[str], object]) -> None:
-        try:
-            with contextlib.ExitStack() as stack:
-                self._parts = parts = assemble(self._plan, stack, self._progress)
-                if self._plan.info.tp_rank == 0:
-                    self._lead(parts, stack, on_ready)
-                else:
-                    self._follow(parts, stack, on_ready)
-        except Stopped:
-            log.info("stopped while loading")
-        except Exception as error:
+        def fail(error: Exception) -> None:
             log.exception("the engine thread ends")
             on_failure(f"{type(error).__name__}: {error}")
+
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    self._serve(stack, on_ready)
+                except Exception as error:
+                    fail(error)  # at once: leaving a pool in trouble may take half a minute
+        except Exception as error:
+            fail(error)
+
+    def _serve(self, stack: contextlib.ExitStack, on_ready: Callable[[], object]) -> None:
+        try:
+            self._parts = parts = assemble(self._plan, stack, self._progress)
+            if self._plan.info.tp_rank == 0:
+                self._lead(parts, stack, on_ready)
+            else:
+                self._follow(parts, stack, on_ready)
+        except Stopped:
+            log.info("stopped while loading")
 
     def _progress(self, detail: str) -> None:
         if self._stopping.is_set():

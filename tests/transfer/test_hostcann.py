@@ -89,6 +89,30 @@ def test_copies_are_counted_by_kind(root: Path) -> None:
         assert hostcann.counters(root)[1].copied_bytes["h2d"] == 77
 
 
+def test_copies_of_any_size_alignment_and_overlap_are_those_of_memmove(root: Path) -> None:
+    """Large ones go past the caches, in steps; neither may miss a byte nor touch one beside."""
+    with worker(root) as child:
+        child.run(
+            f"""
+import random
+size = {1 * MIB}
+p = runtime.malloc(0, size)
+rng = random.Random(1)
+memory, wanted = (ctypes.c_ubyte * size).from_address(p), bytearray(rng.randbytes(size))
+memory[:] = bytes(wanted)
+edges = [0, 1, 63, 64, 127, 4095, 4096, 4097, 4096 + 128, 5119, 5120, 5121, 70001]
+def copy(to, source, n):
+    assert acl.aclrtMemcpy(ctypes.c_void_p(p + to), n, ctypes.c_void_p(p + source), n, 0) == 0
+    wanted[to : to + n] = wanted[source : source + n]
+for n in edges * 8:
+    copy(rng.randrange(size // 2 - n), size // 2 + rng.randrange(size // 2 - n), n)
+    start = rng.randrange(1000, size - n - 1000)
+    copy(start + rng.randrange(-1000, 1000), start, n)
+"""
+        )
+        assert child.value("bytes(memory) == bytes(wanted)")
+
+
 def test_only_memory_of_the_device_allocator_is_device_memory(root: Path) -> None:
     with worker(root) as child:
         child.run("p = runtime.malloc(0, 4096); host = ctypes.create_string_buffer(4096)")
