@@ -154,7 +154,7 @@ class PrefillBackend:
         block_size = self._buffers.geometry.block_size
         for chunk in batch.chunks:
             blocks = slice(chunk.start // block_size, len(chunk.keys))
-            self._buffers.seal(layer, chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
+            self._buffers.seal(layer, chunk.keys[blocks], chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
 
     def _write(self, buffer: SlotTensors, batch: StepBatch, rows: KvRows) -> None:
         buffer.ckv.view(-1, rows.ckv.shape[-1]).index_copy_(0, batch.main_slots, rows.ckv)

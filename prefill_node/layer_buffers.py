@@ -96,17 +96,19 @@ class LayerBuffers:
         tensors = self._own(layer) if words is None else (*self._own(layer), words)
         return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in tensors)
 
-    def seal(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
+    def seal(self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
         """Notes the checksums of blocks that were written completely; without checksums nothing."""
         if (words := self._words(layer)) is not None:
-            block_checksums.seal(layer, words, self._own(layer), main_blocks, indexer_blocks)
+            block_checksums.seal(layer, keys, words, self._own(layer), main_blocks, indexer_blocks)
 
-    def broken_blocks(self, layer: int, main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> list[int]:
+    def broken_blocks(
+        self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]
+    ) -> list[int]:
         """Indices of the blocks that are not as they were sealed; without checksums none."""
         words = self._words(layer)
         if words is None:
             return []
-        return block_checksums.broken(layer, words, self._own(layer), main_blocks, indexer_blocks)
+        return block_checksums.broken(layer, keys, words, self._own(layer), main_blocks, indexer_blocks)
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""

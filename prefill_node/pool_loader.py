@@ -57,7 +57,7 @@ class PoolLoader:
                 errors[chunk.request_id] = f"request {chunk.request_id!r}: cannot {what} from the pool: {error}"
                 continue
             self._bytes += copy.nbytes
-            if wrong := self._buffers.broken_blocks(layer, main, indexer):
+            if wrong := self._buffers.broken_blocks(layer, chunk.keys[: len(objects)], main, indexer):
                 self._failed += 1
                 self._wrong += 1
                 errors[chunk.request_id] = (

@@ -189,6 +189,17 @@ def test_a_corrupted_object_is_never_used(make_rig, dense, shared):
         dense.check(rig, name, prompt(150))
 
 
+def test_rows_of_another_block_are_never_used(make_rig, dense):
+    """A writer from before a restart of the pool's service may write a whole object, with checksums, over another."""
+    rig = make_rig(shared=1, budget=48, checksums=True)
+    ask(rig, "first", prompt(150))
+    names = [f"{key}@0" for key in block_keys(LAYOUT, prompt(150))]
+    rig.pool.objects[names[3]].raw = rig.pool.objects[names[5]].raw
+    assert ask(rig, "second", prompt(150)) == 0
+    assert rig.loader.counters().wrong_checksums
+    dense.check(rig, "second", prompt(150))
+
+
 def test_keys_chain_over_all_tokens_before():
     whole = block_keys(LAYOUT, prompt(100))
     assert len(whole) == 6 and len(set(whole)) == 6
