@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,6 @@ import psutil
 from tests.cluster import REPOSITORY
 
 DASHBOARD = "http://127.0.0.1:8265"
-LOCAL_CONFIG = "deploy/configs/local.yaml"
 SMALL = {
     "http.port": 0,
     "grpc.port": 0,
@@ -45,14 +45,21 @@ def environment() -> dict[str, str]:
     """Ray's commands and jobs run by this Python."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"
-    return {**own, "RAY_API_SERVER_ADDRESS": DASHBOARD, "OMP_NUM_THREADS": "1"}
+    address = documented("export RAY_API_SERVER_ADDRESS").partition("=")[2]
+    return {**own, "RAY_API_SERVER_ADDRESS": address, "OMP_NUM_THREADS": "1"}
 
 
-def entrypoint(**fields: object) -> list[str]:
-    """The documented command of a job, with fields of sluice.yaml over `SMALL`; `__` stands for a dot."""
+def options(**fields: object) -> list[str]:
+    """Fields of sluice.yaml over `SMALL`, for the job's command line; `__` stands for a dot."""
     chosen = SMALL | {name.replace("__", "."): value for name, value in fields.items()}
-    sets = [part for name, value in chosen.items() for part in ("--set", f"{name}={value}")]
-    return ["python", "-m", "deploy.ray_job", "--config", LOCAL_CONFIG, *sets]
+    return [part for name, value in chosen.items() for part in ("--set", f"{name}={value}")]
+
+
+def documented(command: str) -> str:
+    """The one line of docs/ray.md that begins so."""
+    lines = (REPOSITORY / "docs" / "ray.md").read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in lines if line.startswith(command)]
+    return line
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str]) -> None:
@@ -101,9 +108,10 @@ class RayHead:
         with (self._folder / "head.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *("ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4"),
-                    *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"),
-                    *("--dashboard-host=127.0.0.1", f"--temp-dir={self._folder}"),
+                    *shlex.split(documented("ray start --head")),
+                    "--node-ip-address=127.0.0.1",
+                    "--temp-dir",
+                    self._folder,
                 ],
                 env=environment(),
                 stdout=log,
@@ -129,13 +137,14 @@ class RayHead:
             return httpx.get(f"{DASHBOARD}/api/version", timeout=1).status_code == 200
         return False
 
-    def submit(self, job: str, command: Sequence[str]) -> None:
-        """`ray job submit --working-dir . -- COMMAND`."""
-        run("ray", "job", "submit", "--no-wait", "--submission-id", job, "--working-dir", ".", "--", *command)
+    def submit(self, job: str, *more: str) -> None:
+        """`ray job submit` as documented, under another name and with further arguments."""
+        line = documented("ray job submit").replace("--submission-id sluice", f"--submission-id {job}")
+        run(*shlex.split(line), *more)
 
     def log(self, job: str) -> str:
         """`ray job logs`."""
-        return run("ray", "job", "logs", job)
+        return run(*documented("ray job logs").replace("sluice", job).split())
 
     def status(self, job: str) -> str:
         """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
@@ -143,7 +152,7 @@ class RayHead:
 
     def stop(self, job: str) -> None:
         """`ray job stop`."""
-        run("ray", "job", "stop", job)
+        run(*documented("ray job stop").replace("sluice", job).split())
 
     def wait_ready(self, job: str, timeout_s: float = 120) -> tuple[str, str]:
         """HTTP URL and gRPC address of the deployment, once its log shows them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+import yaml
 
 from deploy.client import Client
 from tests.checkpoints import PASSKEY_GLM
+from tests.cluster import REPOSITORY
 from tests.oracle import Oracle, assert_tokens_match
-from tests.ray.ray_cli import RayHead, deployment_processes, entrypoint, folders_of, wait_for
+from tests.ray.ray_cli import RayHead, deployment_processes, documented, folders_of, options, run, wait_for
 from tests.ray.requests import PROMPT, greedy, pids
 
 WORKERS = {"prefill-0/tp0", "prefill-0/tp1", "decode-0/dp0/tp0"}
@@ -29,7 +32,7 @@ def head() -> Iterator[RayHead]:
 @pytest.fixture(scope="module")
 def deployment(head: RayHead) -> Iterator[tuple[str, Client]]:
     """HTTP URL and client of one deployment, whose prefill group has two ranks."""
-    head.submit("served", entrypoint(prefill__tp=2))
+    head.submit("served", *options(prefill__tp=2, http__port=8000))
     http_url, grpc_address = head.wait_ready("served")
     with Client(grpc_address) as client:
         yield http_url, client
@@ -42,6 +45,11 @@ def test_completion_equals_the_oracle(deployment: tuple[str, Client]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     answer = httpx.post(f"{http_url}/v1/completions", json=body, timeout=60).json()
     assert_tokens_match(answer["choices"][0]["token_ids"], expected)
+
+
+def test_the_documented_request_is_answered(deployment: tuple[str, Client]) -> None:
+    answer = json.loads(run("bash", "-c", documented("curl localhost:8000")))
+    assert answer["usage"]["completion_tokens"] == 8 and deployment[0] == "http://127.0.0.1:8000"
 
 
 def test_the_log_shows_progress_and_addresses(head: RayHead, deployment: tuple[str, Client]) -> None:
@@ -91,9 +99,20 @@ def test_stopping_the_job_leaves_nothing(head: RayHead, deployment: tuple[str, C
     assert head.status("served") == "STOPPED"
 
 
+@pytest.mark.parametrize("kind", ["readinessProbe", "livenessProbe"])
+def test_a_node_without_a_proxy_answers_the_probes_of_the_manifests(head: RayHead, kind: str) -> None:
+    """Field failure F5: workers were never ready, because their probe asked for a proxy that only some nodes have."""
+    cluster = yaml.safe_load((REPOSITORY / "deploy/k8s/kuberay/cluster.yaml").read_text(encoding="utf-8"))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get("http://127.0.0.1:8000/-/healthz")
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        asked = group["template"]["spec"]["containers"][0][kind]["httpGet"]
+        assert httpx.get(f"http://127.0.0.1:{asked['port']}{asked['path']}", timeout=10).status_code == 200
+
+
 def test_a_resource_that_no_node_has_is_named(head: RayHead) -> None:
     """Field failure F6: a wrong name of the accelerator's resource leaves workers unplaced, and nothing says why."""
-    head.submit("nowhere", entrypoint(ray__decode_resources="{Ascend910: 1}", runtime__startup_timeout_s=8))
+    head.submit("nowhere", *options(ray__decode_resources="{Ascend910: 1}", runtime__startup_timeout_s=8))
     wait_for(lambda: head.status("nowhere") == "FAILED", 60, lambda: head.log("nowhere"))
     log = head.log("nowhere")
     assert "decode-0/dp0 (CPU 1, Ascend910 1) fit no node; no node has a resource Ascend910" in log
@@ -101,6 +120,6 @@ def test_a_resource_that_no_node_has_is_named(head: RayHead) -> None:
 
 
 def test_a_checkpoint_that_is_not_there_is_named(head: RayHead) -> None:
-    head.submit("no-model", entrypoint(model__path="/nowhere/model"))
+    head.submit("no-model", *options(model__path="/nowhere/model"))
     wait_for(lambda: head.status("no-model") == "FAILED", 60, lambda: head.log("no-model"))
     assert "/nowhere/model" in head.log("no-model") and "Traceback" not in head.log("no-model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from tests.oracle import Oracle, assert_tokens_match
 from tests.ray.ray_cli import (
     OBJECT_STORE_BYTES,
     deployment_processes,
-    entrypoint,
+    documented,
     environment,
     folders_of,
+    options,
     sluice_ready,
     wait_for,
 )
@@ -51,7 +53,8 @@ def job(cluster: Any, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The job's own command, as Ray runs it on the head."""
     for _ in range(2):
         cluster.add_node(num_cpus=2, resources={"NPU": 2}, object_store_memory=OBJECT_STORE_BYTES)
-    command = entrypoint(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}")
+    command = shlex.split(documented("ray job submit").partition(" -- ")[2])
+    command += options(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
