@@ -1,4 +1,4 @@
-"""Does anything grow? Samples of every process's own memory, and of the emulated devices' files."""
+"""Does anything grow? Samples of every process's own memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -24,11 +23,9 @@ _SHARE, _LEAST_GROWTH = 0.20, 32 * MIB
 class MemoryWatch:
     """Resident memory of one process without what it shares (device memory and the pool are shared files)."""
 
-    def __init__(self, processes: Callable[[], list[psutil.Process]], device_root: Path) -> None:
+    def __init__(self, processes: Callable[[], list[psutil.Process]]) -> None:
         self._processes = processes
-        self._root = device_root
         self._samples: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self._files: list[int] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -47,11 +44,6 @@ class MemoryWatch:
             lines.append(f"{name} (pid {pid}): {middle / MIB:.0f} -> {end / MIB:.0f} MiB")
             if end - middle > max(_SHARE * middle, _LEAST_GROWTH):
                 record.violation(f"memory grows: {lines[-1]}")
-        if len(self._files) >= _LEAST_SAMPLES:
-            middle, end = _middle_and_end(self._files)
-            lines.append(f"device memory on the host: {middle / MIB:.0f} -> {end / MIB:.0f} MiB")
-            if end - middle > max(_SHARE * middle, _LEAST_GROWTH):
-                record.violation(f"memory grows: {lines[-1]}")
         return lines
 
     def _run(self) -> None:
@@ -64,19 +56,8 @@ class MemoryWatch:
                     continue
                 if age > _WARM_S:
                     self._samples[name_of(process), process.pid].append(memory.rss - memory.shared)
-            self._files.append(_bytes_below(self._root))
 
 
 def _middle_and_end(sizes: list[int]) -> tuple[float, float]:
     quarter = len(sizes) // 4
     return statistics.median(sizes[quarter : 2 * quarter]), statistics.median(sizes[-quarter:])
-
-
-def _bytes_below(root: Path) -> int:
-    total = 0
-    for path in root.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512
-        except OSError:  # removed meanwhile
-            continue
-    return total

@@ -17,6 +17,7 @@ from tests.chaos.questions import Question
 from tests.chaos.record import Record
 from tests.checkpoints import PASSKEY_GLM
 from tests.cluster import Cluster
+from transfer import hostcann
 
 FIELDS: dict[str, object] = {
     "model.max_model_len": 2048,
@@ -91,7 +92,7 @@ def _disturb(cluster: Cluster, outcome: Outcome, questions: list[Question]) -> N
     def processes() -> list[psutil.Process]:
         return [process for process in cluster.children() if name_of(process)]
 
-    memory = MemoryWatch(processes, cluster.root)
+    memory = MemoryWatch(processes)
     clients = Clients(cluster.http_url, questions, outcome.record, outcome.seed, CLIENTS)
     disturber = Disturber(processes, outcome.record, outcome.seed)
     time.sleep(outcome.seconds)
@@ -116,6 +117,10 @@ def _recover(cluster: Cluster, questions: list[Question], record: Record) -> Non
     cluster.wait_idle(60.0)
     ask_all(cluster.http_url, questions, record, _TRIES, lambda: time.sleep(2.0))
     cluster.wait_idle(60.0)
+    pool = [path.stat().st_blocks * 512 for path in (cluster.root / "pool").iterdir()]
+    record.tell(f"{len(pool)} files of {sum(pool) >> 20} MiB below {cluster.root / 'pool'}")
+    if freed := hostcann.sweep(cluster.root, keep=True):
+        record.violation(f"{freed} bytes of dead workers lie around")
     for worker in cluster.status().workers:
         if worker.status.gauges["outstanding_reads"]:
             record.violation(f"{worker.info.worker_id}: readers are waited for, and there are none")
