@@ -67,6 +67,7 @@ class Request:
         self._record = record
         self._leave_after = leave_after
         self._tokens: list[int] = []
+        self._id = "without an id"
         self._began = time.monotonic()
 
     def ask(self) -> str:
@@ -107,6 +108,7 @@ class Request:
                 if not line:
                     continue
                 event = json.loads(line.removeprefix("data: "))
+                self._id = event.get("id", self._id)
                 if "error" in event:
                     return self._error(int(event["error"]["code"]), event["error"]["message"])
                 for choice in event["choices"]:
@@ -123,7 +125,7 @@ class Request:
         return f"error {status}"
 
     def _violation(self, text: str) -> None:
-        self._record.violation(f"{self._question.name} after {len(self._tokens)} tokens: {text}")
+        self._record.violation(f"{self._question.name} ({self._id}) after {len(self._tokens)} tokens: {text}")
 
 
 def ask_all(url: str, questions: Sequence[Question], record: Record, tries: int, between: Callable[[], None]) -> None:
