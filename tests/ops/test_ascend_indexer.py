@@ -171,10 +171,10 @@ def test_illegal_fused_indexer_calls_name_the_argument(int8: bool) -> None:
 def test_residency_is_decided_on_the_host() -> None:
     ids, state = i32([[3, 1, -1], [9, 0, 4]]), ResidencyState.empty(2, 4)
     arguments = ids, i32([5, 5]), torch.tensor([7, 8]), i32([1, 0])
-    outputs = [torch.empty(shape, dtype=torch.int32) for shape in ((2, 3), (2, 3), (2, 3), (2,))]
+    outputs = [torch.empty(shape, dtype=torch.int32) for shape in ((2, 3), (2, 3), (2, 3), (2,), (2,))]
     ascend.lru_residency(*arguments, None, *state, *outputs)
-    slots, miss_ids, miss_slots, counts = outputs
-    assert slots.tolist() == [[0, 1, -1], [8, 0, 1]] and counts.tolist() == [2, 2]
+    slots, miss_ids, miss_slots, misses, hits = outputs
+    assert slots.tolist() == [[0, 1, -1], [8, 0, 1]] and misses.tolist() == [2, 2] and hits.tolist() == [0, 0]
     assert miss_ids.tolist() == [[3, 1, -1], [0, 4, -1]] and miss_slots.tolist() == [[0, 1, -1], [0, 1, -1]]
     with pytest.raises(ValueError, match="slot_to_token is on meta; legal: cpu, residency is decided on the host"):
         ascend.lru_residency(*arguments, None, *state._replace(slot_to_token=state.slot_to_token.to("meta")), *outputs)
