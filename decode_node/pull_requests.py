@@ -30,6 +30,7 @@ class PullRequest:
     sources: dict[int, object] = field(default_factory=dict)  # by member: the only source accepted for it
     arrived: dict[tuple[int, int], int] = field(default_factory=dict)  # (member, layer) -> end of what was read
     finished: set[int] = field(default_factory=set)  # members
+    begun_again: dict[int, int] = field(default_factory=dict)  # by member: how often, as far as was heard
     in_flight: int = 0
     terminal: bool = False
     error: str | None = None
@@ -44,6 +45,8 @@ class PullRequests:
     * Terminal once: ``on_terminal`` is called exactly once per expected request, unless it is released before (a call
       under way at that moment may still arrive; its generation tells what it is about). Without an error only when
       every contributor has finished and every wanted block of every layer it owes has been read.
+    * Begun again: rows read before prefill began a request again never count as read, and a request is complete only
+      when all contributors have begun it equally often (test_what_was_read_before_a_new_beginning_does_not_count).
     * Quarantine: ``on_quiescent`` is called exactly once per release, and only when no read into the request's blocks
       is in flight any more, so that its blocks can be given to another request.
     * No read begins for a request which is released, failed, of another generation, or unknown.
@@ -109,6 +112,7 @@ class PullRequests:
                 raise PullRefused(f"{members} contributors, but decode expects {request.contributors}")
             if request.sources.setdefault(member, source) is not source:
                 raise PullRefused(f"contributor {member} is already another prefill process")
+            self._begin_again(request, member, entry.begun_again)
             if member in request.finished:
                 raise PullRefused(f"contributor {member} has declared this request finished")
             request.in_flight += 1
@@ -146,7 +150,9 @@ class PullRequests:
             error = self._missing(request, member)
             if error is None:
                 request.finished.add(member)
-            over = error is None and len(request.finished) == request.contributors and self._end(request)
+            complete = error is None and len(request.finished) == request.contributors
+            together = len({request.begun_again.get(each, 0) for each in request.finished}) == 1
+            over = complete and together and self._end(request)
         if over:
             self._on_terminal(request.request_id, request.generation, None)
         return error
@@ -202,6 +208,17 @@ class PullRequests:
             if left <= 0:
                 raise PullRefused(f"unknown request: no destination with generation {generation} is reserved")
             self._changed.wait(left)
+
+    @staticmethod
+    def _begin_again(request: PullRequest, member: int, times: int) -> None:
+        """A member's entry of its beginning number `times`. Raises PullRefused when there was a later one."""
+        known = request.begun_again.setdefault(member, times)
+        if times < known:
+            raise PullRefused(f"contributor {member} has begun this request again since (beginning {times} of {known})")
+        if times > known:
+            request.begun_again[member] = times
+            request.finished.discard(member)
+            request.arrived = {key: end for key, end in request.arrived.items() if key[0] != member}
 
     def _missing(self, request: PullRequest, member: int) -> str | None:
         for layer in self._layers_owed_by(member):

@@ -200,4 +200,5 @@ class PrefillBackend:
             main_blocks=chunk.main_blocks[start : blocks.stop],
             indexer_start=start if has_indexer else 0,
             indexer_blocks=chunk.indexer_blocks[start : blocks.stop] if has_indexer else (),
+            begun_again=route.begun_again,
         )

@@ -92,6 +92,7 @@ class PrefillRank:
     def start_over(self, request_ids: Sequence[str]) -> None:
         """These requests go on without the pool; what they read from it is not trusted any more."""
         for request_id in request_ids:
+            self._routes.begin_again(request_id)
             self._saver.release(request_id, distrust=True)
 
     def look_up(self, request_id: str, keys: Sequence[str], attempt: int) -> None:

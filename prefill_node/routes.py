@@ -27,6 +27,7 @@ class Route(NamedTuple):
     endpoint: Endpoint
     generation: int  # of decode's reservation
     cached_tokens: int  # leading prompt tokens decode has already
+    begun_again: int = 0  # how often the request has been, after rows were published
 
 
 class Routes:
@@ -73,6 +74,11 @@ class Routes:
         """None when the request is unknown or its route is not open yet."""
         route = self._routes.get(request_id)
         return route if isinstance(route, Route) else None
+
+    def begin_again(self, request_id: str) -> None:
+        """What is published from now on replaces what was published before."""
+        if (route := self.get(request_id)) is not None:
+            self._routes[request_id] = route._replace(begun_again=route.begun_again + 1)
 
     def drop(self, request_id: str) -> None:
         """Forgets the request's route; the connection to its peer stays for others."""

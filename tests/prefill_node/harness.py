@@ -152,6 +152,7 @@ class SlowReader:
     repeated: int = 0
     failure: str | None = None
     calls: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    beginnings: dict[str, int] = field(default_factory=dict)  # by request: how often it began again
     _sequences: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def connect(self, destination: worker_pb2.Destination) -> Endpoint:
@@ -174,6 +175,7 @@ class SlowReader:
         consumer = Consumer("read", next(self._sequences))
         self.gate.add(slot, consumer, time.monotonic() + 10.0)
         self.calls.append((layer, tuple(entry.request_id for entry in entries)))
+        self.beginnings.update((entry.request_id, entry.begun_again) for entry in entries)
         threading.Thread(target=self._read, args=(layer, slot, consumer, entries, finished), daemon=True).start()
         return consumer.ident
 

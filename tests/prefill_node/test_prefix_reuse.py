@@ -183,6 +183,7 @@ def test_a_corrupted_object_is_never_used(make_rig, dense, shared):
     victim[1000] = bytes([victim[1000][0] ^ 1])
     assert ask(rig, "third", prompt(150)) == 0
     assert rig.loader.counters().wrong_checksums == 1
+    assert (rig.reader.beginnings["second"], rig.reader.beginnings["third"]) == (0, 1), "decode is told"
     assert ask(rig, "fourth", prompt(150)) == 0, "the corrupted object is still offered"
     assert ask(rig, "fifth", prompt(150)) == 144
     for name in ("first", "second", "third", "fourth", "fifth"):
