@@ -9,6 +9,10 @@ from meta_server.errors import Failure, FailureKind, RequestFailed
 from meta_server.registry import Worker
 
 
+_ENDED_WHILE_SENDING = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL, when a call ends while a message is being sent; how it ended is then not told."""
+
+
 async def explain(
     channels: WorkerChannels, worker: Worker, role: str, code: grpc.StatusCode, details: str
 ) -> RequestFailed:
@@ -18,6 +22,8 @@ async def explain(
     """
     kind = FailureKind.from_worker(code)
     name = f"{role} worker {worker.info.worker_id}"
+    if code is grpc.StatusCode.INTERNAL and details == _ENDED_WHILE_SENDING:
+        return RequestFailed(Failure(FailureKind.UNAVAILABLE, f"{name} ended the call while it was being written to"))
     if code is grpc.StatusCode.UNAVAILABLE and await channels.is_broken(worker):
         worker.suspect = True
         return RequestFailed(Failure(kind, f"{name} was lost: the connection broke ({details})"))
