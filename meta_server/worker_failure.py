@@ -8,7 +8,6 @@ from meta_server.channels import WorkerChannels
 from meta_server.errors import Failure, FailureKind, RequestFailed
 from meta_server.registry import Worker
 
-
 _ENDED_WHILE_SENDING = "Internal error from Core"
 """What grpc.aio says, as INTERNAL, when a call ends while a message is being sent; how it ended is then not told."""
 
