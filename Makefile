@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
-NATIVE := $(shell find transfer/hostcann engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
+NATIVE := $(shell find transfer/hostcann transfer/csrc engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
 .PHONY: setup proto native demo test ray-test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
 setup: $(VENV)/.installed build/.native build/torch_npu/.installed

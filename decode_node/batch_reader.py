@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefu
 from decode_node.pull_requests import PullRequest, PullRequests
 
 log = logging.getLogger(__name__)
+_ALIVE_S = 5.0  # longest wait for a sign of life before a link is opened
+_FIRST_PAUSE_S = 0.05  # before a failed read is tried again; each further pause is twice as long
 
 
 class ReadStats(Protocol):
@@ -55,6 +57,8 @@ class PullCounters:
     reads: int = 0  # copies made, after merging adjacent ones
     batches: int = 0  # read and acknowledged without any error
     failures: int = 0  # batches with an error for at least one request
+    read_retries: int = 0  # attempts after the first one
+    wrong_checksums: int = 0  # each is read again
     stale_generation: int = 0  # batches copied and thrown away
     duplicate_batches: int = 0  # ignored
     bad_messages: int = 0
@@ -83,6 +87,7 @@ class Source:
 
     map: SourceMap
     scratch: int  # address of a word that only reads from this source write
+    alive: Callable[[float], bool]  # whether its process answers within so many seconds
     suspect: bool = True  # the engine's link to it may be unusable: it is a new peer, or its last read failed
     lost: str | None = None  # why nothing more is to be read from it
 
@@ -94,8 +99,9 @@ class BatchReader:
 
     * Validate first: no byte moves for an entry before all of its numbers have been checked.
     * No silent corruption: a batch counts as read only if the slot's generation, read after the copy, is the announced
-      one; otherwise every request of the batch fails.
-    * A read given up while it may still write keeps its requests in quarantine until ``settle`` finds the engine idle.
+      one and every checksum it came with is right; otherwise every request of the batch fails.
+    * A read given up while it may still write keeps its requests in quarantine until ``settle`` finds the engine idle,
+      and is not tried again: its late bytes could replace those of a later, checked attempt.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class BatchReader:
         counts: Counts,
         *,
         read_timeout_s: float,
+        read_retries: int,
         registration_wait_s: float,
     ) -> None:
         self._engine = engine
@@ -113,6 +120,7 @@ class BatchReader:
         self._requests = requests
         self._counts = counts
         self._read_timeout_s = read_timeout_s
+        self._pauses = [0.0, *(_FIRST_PAUSE_S * 2**attempt for attempt in range(read_retries))]
         self._registration_wait_s = registration_wait_s
         self._lock = threading.Lock()
         self._abandoned: list[tuple[str, PullRequest]] = []
@@ -133,6 +141,8 @@ class BatchReader:
             self._planner.check_batch(source.map, batch)
         except PullRefused as refusal:
             self._counts.add(failures=1)
+            for entry in batch.entries:
+                self._requests.refuse(entry, source.map.part.member, source, str(refusal))
             return wire_pb2.ReadFailed(sequence=batch.sequence, error=str(refusal))
         lease_end = received_at + batch.lease_ms / 1000
         claims, errors, copies = self._claim(source, batch, lease_end)
@@ -201,25 +211,43 @@ class BatchReader:
 
     def _copy(self, source: Source, batch: wire_pb2.ReadReady, copies: Descriptors, lease_end: float) -> str | None:
         """Returns why the batch's requests must not use what was copied, or None."""
-        if source.lost is not None:
-            return source.lost
-        left = lease_end - time.monotonic()
-        if left <= 0:
-            return "the lease ended before the read could begin"
         what = f"reading {sum(copies.sizes)} bytes of layer {batch.layer} from {source.map.name}"
-        try:
-            stats = self._read(source, copies, min(self._read_timeout_s, left))
-            generation = self._read_word(source, batch.slot, self._read_timeout_s)
-        except Exception as error:  # whatever the engine raises costs this batch, not the thread
-            return f"{what} failed: {error}"
-        self._counts.add(bytes_pulled=stats.bytes, descriptors=stats.descriptors_before, reads=stats.descriptors_after)
-        if generation != batch.generation:
-            self._counts.add(stale_generation=1)
-            return (
-                f"{what}: prefill had given up waiting and reused slot {batch.slot} "
-                f"(generation {generation}, announced {batch.generation})"
+        problem = "the lease ended before the read could begin"
+        for attempt, pause in enumerate(self._pauses):
+            left = lease_end - time.monotonic() - pause
+            if source.lost is not None or left <= 0:
+                break
+            time.sleep(pause)
+            self._counts.add(read_retries=min(attempt, 1))
+            try:
+                stats = self._read(source, copies, min(self._read_timeout_s, left))
+                generation = self._read_word(source, batch.slot, self._read_timeout_s)
+            except Exception as error:  # whatever the engine raises costs this batch, not the thread
+                problem = f"{what} failed: {error}"
+                if self._engine.idle(source.map.session_id):
+                    continue
+                break
+            self._counts.add(
+                bytes_pulled=stats.bytes, descriptors=stats.descriptors_before, reads=stats.descriptors_after
             )
-        return None
+            if (stale := self._stale(batch, generation, what)) is not None:
+                return stale
+            damaged = copies.damaged()
+            if not damaged:
+                return None
+            self._counts.add(wrong_checksums=damaged)
+            problem = f"{what}: {damaged} of {len(copies.sums)} checksums are wrong"
+        return source.lost or problem
+
+    def _stale(self, batch: wire_pb2.ReadReady, generation: int, what: str) -> str | None:
+        """Judges a copy by the slot's generation after it: returns why it must be thrown away, or None."""
+        if generation == batch.generation:
+            return None
+        self._counts.add(stale_generation=1)
+        return (
+            f"{what}: prefill had given up waiting and reused slot {batch.slot} "
+            f"(generation {generation}, announced {batch.generation})"
+        )
 
     def _read_word(self, source: Source, slot: int, timeout_s: float) -> int:
         word = Descriptors([source.scratch], [source.map.generation_word(slot)], [WORD_BYTES])
@@ -228,8 +256,11 @@ class BatchReader:
 
     def _read(self, source: Source, copies: Descriptors, timeout_s: float) -> ReadStats:
         session = source.map.session_id
-        if source.suspect and self._engine.idle(session):
-            self._engine.forget(session)
+        if source.suspect:
+            if not source.alive(min(timeout_s, _ALIVE_S)):
+                raise ConnectionError(f"{source.map.name} gives no sign of life")
+            if self._engine.idle(session):
+                self._engine.forget(session)
         source.suspect = True
         stats = self._engine.read(session, copies.local, copies.remote, copies.sizes, deadline_s=timeout_s)
         source.suspect = False

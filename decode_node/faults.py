@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import time
@@ -42,7 +43,7 @@ class HostRowEraser:
 
 def reader(engine: ReadEngine, faults: FaultsSection, worker_id: str) -> ReadEngine:
     """The engine that a rank's puller reads with: the given one, unless a read fault is on."""
-    if not faults.read_failure and not faults.read_delay_s:
+    if not (faults.read_failure or faults.read_corrupt or faults.read_delay_s):
         return engine
     return UnreliableReads(engine, faults, dice(faults, worker_id, "reads"))
 
@@ -50,7 +51,7 @@ def reader(engine: ReadEngine, faults: FaultsSection, worker_id: str) -> ReadEng
 class UnreliableReads:
     """Reads begin late (`read_delay_s`, on top of their own deadline), and some are said to have failed.
 
-    Half of those have not copied anything, the others everything.
+    Half of those have not copied anything, the others everything. Others leave a wrong byte behind (`read_corrupt`).
     """
 
     def __init__(self, engine: ReadEngine, faults: FaultsSection, draws: random.Random) -> None:
@@ -66,6 +67,10 @@ class UnreliableReads:
         if fails and self._draws.random() < 0.5:
             raise OSError(f"faults.read_failure: a read from {session_id} was not made")
         stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s)
+        if self._draws.random() < self._faults.read_corrupt:
+            place = self._draws.randrange(len(local))
+            damaged = ctypes.c_ubyte.from_address(local[place] + self._draws.randrange(sizes[place]))
+            damaged.value ^= self._draws.randrange(1, 256)
         if fails:
             raise OSError(f"faults.read_failure: a read from {session_id} is said to have failed")
         return stats

@@ -146,6 +146,7 @@ def build_node(
         engine=reader(engine, config.faults, place.worker_id),
         scratch_address=pool.address + geometry.host_pool_bytes + place.tp_rank * SCRATCH_BYTES,
         read_timeout_s=config.transfer.read_timeout_s,
+        read_retries=config.transfer.read_retries,
         handshake_timeout_s=config.transfer.handshake_timeout_s,
         on_terminal=rank.pull_ended,
         on_quiescent=rank.quiescent,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from sluice.v1 import registry_pb2, wire_pb2
 
+from transfer.checksum import checksums
 from transfer.layout import INDEXER_KINDS, MAIN_KINDS, Kind, block_bytes, kind_name, kinds_of, require_same_layout
-from transfer.topology import Contributor, contributor_of, tp_block_range
+from transfer.topology import Contributor, contributor_of, indexer_share, main_share
 
 WORD_BYTES = 8  # of a generation word
 _ADDRESS_LIMIT = 1 << 64
@@ -73,11 +74,17 @@ class SourceMap:
 
 @dataclass(slots=True)
 class Descriptors:
-    """One-sided copies: ``sizes[i]`` bytes from ``remote[i]`` to ``local[i]``."""
+    """One-sided copies: ``sizes[i]`` bytes from ``remote[i]`` to ``local[i]``.
+
+    Afterwards the ``summed_sizes[i]`` bytes at ``summed[i]`` must have the checksum ``sums[i]``.
+    """
 
     local: list[int] = field(default_factory=list)
     remote: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    summed: list[int] = field(default_factory=list)
+    summed_sizes: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
 
     def add(self, source: TensorMemory, remote_block: int, destination: TensorMemory, local_block: int) -> None:
         self.local.append(destination.address + local_block * destination.block_bytes)
@@ -88,6 +95,21 @@ class Descriptors:
         self.local += other.local
         self.remote += other.remote
         self.sizes += other.sizes
+        self.summed += other.summed
+        self.summed_sizes += other.summed_sizes
+        self.sums += other.sums
+
+    def expect(self, destination: TensorMemory, local_block: int, checksum: int) -> None:
+        self.summed.append(destination.address + local_block * destination.block_bytes)
+        self.summed_sizes.append(destination.block_bytes)
+        self.sums.append(checksum)
+
+    def damaged(self) -> int:
+        """How many of the checksums are wrong."""
+        if not self.sums:
+            return 0
+        found = checksums(self.summed, self.summed_sizes)
+        return sum(mine != theirs for mine, theirs in zip(found, self.sums, strict=True))
 
 
 class PullPlanner:
@@ -194,18 +216,27 @@ class PullPlanner:
                 raise PullRefused(
                     f"prefill block {max(blocks)} of {kind_name(kind)} is not in 0..{tensor.num_blocks - 1}"
                 )
+        part = source.part
+        main_part = main_share(main, entry.main_start, self.tp_rank, self.tp_size, part.member)
+        indexer_part = indexer_share(indexer, entry.indexer_start, part.member, part.members)
+        main_kinds, indexer_kinds = MAIN_KINDS, [kind for kind in ours if kind in INDEXER_KINDS]
+        _check_sums("main", main_part, entry.summed_main, entry.main_sums, len(main_kinds))
+        _check_sums("indexer", indexer_part, entry.summed_indexer, entry.indexer_sums, len(indexer_kinds))
+        main_places = main_blocks[entry.main_start : entry.main_start + main]
+        indexer_places = indexer_blocks[entry.indexer_start : entry.indexer_start + indexer]
         descriptors = Descriptors()
-        main_share = tp_block_range(main, self.tp_rank, self.tp_size, entry.main_start)
-        if source.part.member != 0:
-            main_share = range(0)
-        indexer_share = tp_block_range(indexer, source.part.member, source.part.members, entry.indexer_start)
         for kind in kinds_of(self.layout, layer):
-            if kind in MAIN_KINDS:
-                share, remote, local, start = main_share, entry.main_blocks, main_blocks, entry.main_start
-            else:
-                share, remote, local, start = indexer_share, entry.indexer_blocks, indexer_blocks, entry.indexer_start
-            for index in share:
-                descriptors.add(theirs[kind], remote[index], ours[kind], local[start + index])
+            is_main = kind in MAIN_KINDS
+            remote, local = (entry.main_blocks, main_places) if is_main else (entry.indexer_blocks, indexer_places)
+            for index in main_part if is_main else indexer_part:
+                descriptors.add(theirs[kind], remote[index], ours[kind], local[index])
+        for kinds, places, positions, sums in (
+            (main_kinds, main_places, entry.summed_main, entry.main_sums),
+            (indexer_kinds, indexer_places, entry.summed_indexer, entry.indexer_sums),
+        ):
+            owners = [(kind, places[position]) for position in positions for kind in kinds]
+            for (kind, place), checksum in zip(owners, sums, strict=True):
+                descriptors.expect(ours[kind], place, checksum)
         return descriptors
 
     def _source_layer(self, described: wire_pb2.LayerLayout) -> SourceLayer:
@@ -248,3 +279,12 @@ def _check_destination(name: str, start: int, count: int, reserved: int) -> None
         raise PullRefused(
             f"{name} destination range is incomplete: blocks {start}..{start + count - 1}, but {reserved} are reserved"
         )
+
+
+def _check_sums(name: str, share: range, positions: Sequence[int], sums: Sequence[int], tensors: int) -> None:
+    if len(sums) != len(positions) * tensors:
+        raise PullRefused(f"{len(sums)} {name} checksums for {len(positions)} blocks of {tensors} tensors")
+    if list(positions) != sorted(set(positions)):
+        raise PullRefused(f"the positions of {name} checksums are not in ascending order")
+    if outside := [position for position in positions if position not in share]:
+        raise PullRefused(f"{name} checksums of blocks {outside[:4]}, but {share} are to be read here")

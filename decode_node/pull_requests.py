@@ -175,6 +175,18 @@ class PullRequests:
         for request in waiting:
             self.fail(request, error)
 
+    def refuse(self, entry: wire_pb2.ReadEntry, member: int, source: object, error: str) -> None:
+        """The batch with this entry will not be read: the request fails, unless it is none of this source's."""
+        with self._changed:
+            request = self._requests.get(entry.request_id)
+            concerned = (
+                request is not None
+                and request.generation == entry.destination_generation
+                and request.sources.get(member, source) is source
+            )
+        if request is not None and concerned:
+            self.fail(request, error)
+
     def expire(self, now: float) -> None:
         """Fails the requests of which nothing was heard for their lease."""
         with self._changed:

@@ -16,6 +16,7 @@ import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
 from decode_node.batch_reader import BatchReader, Counts, PullCounters, ReadEngine, Source
+from decode_node.liveness import Liveness
 from decode_node.pull_plan import WORD_BYTES, LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences
@@ -36,6 +37,7 @@ class _Peer:
     identity: bytes
     descriptor: int  # of its TCP connection
     source: Source
+    liveness: Liveness
     sequences: Sequences = field(default_factory=Sequences)
     batches: queue.SimpleQueue[tuple[wire_pb2.ReadReady, float] | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
@@ -62,6 +64,7 @@ class Puller:
         engine: ReadEngine,
         scratch_address: int,
         read_timeout_s: float,
+        read_retries: int,
         handshake_timeout_s: float,
         on_terminal: Callable[[str, int, str | None], None],
         on_quiescent: Callable[[str], None],
@@ -87,6 +90,7 @@ class Puller:
             self._requests,
             self._counts,
             read_timeout_s=read_timeout_s,
+            read_retries=read_retries,
             registration_wait_s=registration_wait_s,
         )
         self._engine = engine
@@ -224,6 +228,8 @@ class Puller:
         peer = self._peers.get(identity)
         if isinstance(body, wire_pb2.Hello) and peer is None:
             self._welcome(identity, descriptor, body)
+        elif isinstance(body, wire_pb2.Pong) and peer is not None:
+            peer.liveness.heard(body.number)
         elif isinstance(body, wire_pb2.ReadReady):
             if peer is None:
                 error = f"no hand-shake was made with {self._worker_id} on this connection"
@@ -250,7 +256,9 @@ class Puller:
         if not self._scratch:
             self._refuse(identity, f"{self._worker_id} serves {self._max_sources} prefill ranks already, its limit")
             return
-        peer = _Peer(identity, descriptor, Source(source_map, self._scratch.pop()))
+        liveness = Liveness(lambda number: self._post(identity, wire_pb2.Ping(number=number)))
+        source = Source(source_map, self._scratch.pop(), liveness.confirmed)
+        peer = _Peer(identity, descriptor, source, liveness)
         self._peers[identity] = peer
         peer.thread = threading.Thread(target=self._pull, args=(peer,), name=f"pull-{source_map.name}", daemon=True)
         peer.thread.start()
@@ -307,7 +315,7 @@ class Puller:
 
     def _pull(self, peer: _Peer) -> None:
         error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
-        self._reply(peer, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
+        self._post(peer.identity, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
         while (item := peer.batches.get()) is not None:
             batch, received_at = item
             try:
@@ -315,8 +323,8 @@ class Puller:
             except Exception as failure:  # a defect here must not leave prefill waiting
                 log.exception("batch %d of %s", batch.sequence, peer.source.map.name)
                 reply = wire_pb2.ReadFailed(sequence=batch.sequence, error=repr(failure))
-            self._reply(peer, reply)
+            self._post(peer.identity, reply)
 
-    def _reply(self, peer: _Peer, body: Body) -> None:
-        self._replies.append((peer.identity, body))
+    def _post(self, identity: bytes, body: Body) -> None:
+        self._replies.append((identity, body))
         self._wakeup.set()

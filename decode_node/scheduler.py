@@ -87,9 +87,10 @@ class RequestState:
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`lease_s`: longest wait for a first token when the KV is there, and for the ranks when a request has ended.
+    """`lease_s`: longest wait for the first token when the KV is there, for the KV when the first token is (prefill has
+    announced everything by then, and nobody can read it for longer), and for the ranks when a request has ended.
 
-    Silence while KV is on its way is noticed by each rank's puller, which knows of every batch.
+    Silence before is noticed by each rank's puller, which knows of every batch.
     `step_tokens`: tokens one step adds to a sequence at most. `headroom_tokens`: see KvRoom.
     """
 
@@ -210,7 +211,7 @@ class Scheduler:
             self._end(state, Failure(FailureKind.INVALID, text), now)
             return
         state.phase = Phase.LOADING
-        state.lease_end = math.inf
+        state.lease_end = now + self._limits.lease_s
         self._deliver(state, token, now)
         self._run_if_complete(state)
 
@@ -301,6 +302,10 @@ class Scheduler:
             elif now >= state.request.deadline:
                 text = f"request {rid}: not finished in time while {state.phase.value} (runtime.request_timeout_s)"
                 self._end(state, Failure(FailureKind.TIMEOUT, text), now)
+            elif now >= state.lease_end and state.phase is Phase.LOADING:
+                missing = sorted(self._all_ranks - state.pulled)
+                text = f"request {rid}: prefill is done, but the KV of ranks {missing} did not arrive within a lease"
+                self._end(state, Failure(FailureKind.TRANSFER, text), now)
             elif now >= state.lease_end:
                 text = f"request {rid}: no first token for {self._limits.lease_s:g} s after its KV had arrived"
                 self._end(state, Failure(FailureKind.TIMEOUT, text), now)
@@ -327,6 +332,7 @@ class Scheduler:
     def _run_if_complete(self, state: RequestState) -> None:
         if state.phase is Phase.LOADING and state.pulled == self._all_ranks:
             state.phase = Phase.RUNNING
+            state.lease_end = math.inf
 
     def _deliver(self, state: RequestState, token: GeneratedToken, now: float) -> None:
         request = state.request

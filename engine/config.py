@@ -127,6 +127,13 @@ class TransferSection(Section):
     )
     lease_s: Seconds = Field(30.0, description="longest time prefill holds a buffer for one reader")
     read_timeout_s: Seconds = Field(10.0, description="deadline of one batched MemFabric read; below lease_s")
+    read_retries: Annotated[int, Field(ge=0, le=10)] = Field(
+        3, description="how often a failed read is tried again, after 0.05, 0.1, 0.2, ... s, while its lease lasts"
+    )
+    checksum: Annotated[Literal["off", "sample", "all"], BeforeValidator(_switch)] = Field(
+        "off",
+        description="which blocks prefill sends checksums of and decode compares after its read; sample: every 16th",
+    )
     handshake_timeout_s: Seconds = Field(20.0, description="deadline of opening a link to a new peer")
     store_port: Port = Field(0, description="MemFabric config store; 0 = a free port")
 
@@ -224,6 +231,7 @@ class FaultsSection(Section):
     message_corrupt: Probability = Field(0.0, description="of such a message: one byte of it is changed")
     ack_loss: Probability = Field(0.0, description="of decode's answer to a batch (read or failed): it is not sent")
     read_failure: Probability = Field(0.0, description="of a read from prefill's memory: it is reported as failed")
+    read_corrupt: Probability = Field(0.0, description="of such a read: one byte that arrived is changed")
     read_delay_s: Annotated[float, Field(ge=0)] = Field(0.0, description="sleep of decode before each such read")
     stall: Probability = Field(0.0, description="of a worker's step: it begins with a sleep")
     stall_s: Seconds = Field(1.0, description="of that sleep")

@@ -24,6 +24,7 @@ from engine.model.parallel import TensorParallelGroup
 from engine.model.shard import Shard
 from prefill_node.backend import PrefillBackend
 from prefill_node.block_keys import Writers
+from prefill_node.block_sums import stamp_for
 from prefill_node.faulty_pool import FaultyPool
 from prefill_node.generation import GenerationWords
 from prefill_node.joining_pool import JoiningPool
@@ -109,22 +110,24 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
         shape.plan.num_slots, words, save_grace_s=config.pool.timeout_s, closes=not config.faults.reuse_gate_off
     )
     errors: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    source = SourceInfo(
+        worker_id=info.worker_id,
+        epoch=info.epoch,
+        session_id=engine.session_id,
+        tp_rank=info.tp_rank,
+        tp_size=info.tp_size,
+        layout=info.layout,
+        layers=buffers.layouts(),
+        generation_address=words.address,
+    )
     publisher = Publisher(
-        SourceInfo(
-            worker_id=info.worker_id,
-            epoch=info.epoch,
-            session_id=engine.session_id,
-            tp_rank=info.tp_rank,
-            tp_size=info.tp_size,
-            layout=info.layout,
-            layers=buffers.layouts(),
-            generation_address=words.address,
-        ),
+        source,
         gate,
         words,
         lease_s=config.transfer.lease_s,
         handshake_timeout_s=config.transfer.handshake_timeout_s,
         on_request_error=lambda request_id, text: errors.put((request_id, text)),
+        stamp=stamp_for(config.transfer.checksum, source),
         outlet=transfer_faults.outlet(config.faults, info.worker_id),
     )
     publisher.start()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import zmq
 from sluice.v1 import wire_pb2, worker_pb2
 
+from prefill_node.block_sums import Stamp, no_stamp
 from prefill_node.generation import GenerationWords
 from prefill_node.link import Endpoint, Link, SourceInfo, TransferRefused
 from prefill_node.reuse_gate import Consumer, ReuseGate
@@ -82,9 +83,12 @@ class Publisher:
         lease_s: float,
         handshake_timeout_s: float,
         on_request_error: Callable[[str, str], None],
+        stamp: Stamp = no_stamp,
         outlet: OutletFactory = Outlet,
     ) -> None:
+        """``stamp`` adds checksums to what is going to be announced."""
         self._source = source
+        self._stamp = stamp
         self._gate = gate
         self._words = words
         self._lease_s = lease_s
@@ -170,6 +174,7 @@ class Publisher:
         requests = [entry.request_id for entry in entries]
         if missing := sorted(set(finished) - set(requests)):
             raise ValueError(f"layer {layer}: finished requests {missing} have no entry in the batch")
+        self._stamp(layer, endpoint, entries)
         deadline = time.monotonic() + self._lease_s
         with self._lock:
             lost = endpoint not in self._ready
@@ -298,6 +303,8 @@ class Publisher:
                 self._ready.add(link.endpoint)
             for opened in link.waiters:
                 opened.set_result(link.endpoint)
+        elif isinstance(body, wire_pb2.Ping):
+            link.send(wire_pb2.Pong(number=body.number))
         elif isinstance(body, wire_pb2.ReadDone | wire_pb2.ReadFailed) and link.is_open:
             self._acknowledge(link.endpoint, body)
         else:

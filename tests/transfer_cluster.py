@@ -9,6 +9,7 @@ import ctypes
 import queue
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 from sluice.v1 import worker_pb2
@@ -16,6 +17,7 @@ from sluice.v1 import worker_pb2
 from decode_node import faults as decode_faults
 from decode_node.puller import Puller
 from engine.config import FaultsSection
+from prefill_node.block_sums import stamp_for
 from prefill_node.generation import GenerationWords
 from prefill_node.link import Endpoint, SourceInfo
 from prefill_node.publisher import Publisher
@@ -39,6 +41,7 @@ from transfer.layout import kinds_of
 
 PREFILL_BLOCKS, INDEXER_BLOCKS = [7, 0, 3, 5, 2], [1, 6, 4, 0, 7]  # one prompt's, on prefill
 MAIN, INDEXER = [2, 9, 4, 1, 8], [3, 5, 7, 6, 0]  # and on decode
+Checksum = Literal["off", "sample", "all"]
 NO_FAULTS = FaultsSection()
 
 
@@ -48,7 +51,9 @@ def content_of(request: str) -> Memory:
 
 
 class PrefillRank:
-    def __init__(self, rank: int, tp: int, group: int, lease_s: float, faults: FaultsSection) -> None:
+    def __init__(
+        self, rank: int, tp: int, group: int, lease_s: float, faults: FaultsSection, checksum: Checksum
+    ) -> None:
         self.worker_id = f"prefill-{group}/tp{rank}"
         self.memory = Memory(8).share_slots()
         self.words = GenerationWords(torch.zeros(NUM_SLOTS, dtype=torch.int64))
@@ -71,6 +76,7 @@ class PrefillRank:
             lease_s=lease_s,
             handshake_timeout_s=2.0,
             on_request_error=lambda request, text: self.errors.put((request, text)),
+            stamp=stamp_for(checksum, source),
             outlet=transfer_faults.outlet(faults, self.worker_id),
         )
         self.publisher.start()
@@ -117,6 +123,7 @@ class DecodeRank:
             engine=decode_faults.reader(self.engine, faults, worker_id),
             scratch_address=ctypes.addressof(self.scratch),
             read_timeout_s=5.0,
+            read_retries=2,
             handshake_timeout_s=5.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
@@ -145,6 +152,7 @@ class TransferCluster:
         replicas: int = 1,
         lease_s: float = 30.0,
         faults: FaultsSection = NO_FAULTS,
+        checksum: Checksum = "off",
     ) -> None:
         self.hosts = [Memory(10) for _ in range(replicas)]
         self.decode = [
@@ -152,7 +160,7 @@ class TransferCluster:
             for group, host in enumerate(self.hosts)
         ]
         self.prefill = [
-            [PrefillRank(rank, prefill_tp, group, lease_s, faults) for rank in range(prefill_tp)]
+            [PrefillRank(rank, prefill_tp, group, lease_s, faults, checksum) for rank in range(prefill_tp)]
             for group in range(groups)
         ]
         self._threads = ThreadPoolExecutor(groups * prefill_tp)

@@ -47,6 +47,23 @@ def tp_block_range(count: int, rank: int, size: int, start: int) -> range:
     return range(first, first + share + (place < larger))
 
 
+def main_share(count: int, start: int, decode_rank: int, decode_tp: int, member: int) -> range:
+    """Which of an announcement's ``count`` main-KV blocks a decode rank reads from its contributor ``member``.
+
+    The ranks of a decode replica share one host pool, so each reads a part, and all of it from member 0.
+    ``start``: the request's index of the first block.
+    """
+    return tp_block_range(count, decode_rank, decode_tp, start) if member == 0 else range(0)
+
+
+def indexer_share(count: int, start: int, member: int, members: int) -> range:
+    """Which of an announcement's ``count`` indexer blocks a decode rank reads from its contributor ``member``.
+
+    Each rank needs all of them, and reads a part from each contributor.
+    """
+    return tp_block_range(count, member, members, start)
+
+
 def endpoint_of(destination: worker_pb2.Destination, prefill_rank: int, prefill_tp: int) -> worker_pb2.ReadEndpoint:
     """Where ``prefill_rank`` publishes for this destination.
 

@@ -1,8 +1,9 @@
 """Node-to-node messages on ZMQ, each a ``WireMessage`` and its CRC-32; DEALER at prefill, ROUTER at decode.
 
 Order on a connection: Hello -> HelloReply, then any number of ReadReady, each answered by one ReadDone or ReadFailed
-with the same sequence number. A connection is never silently replaced: a DEALER does not reconnect by itself, because
-the peer behind the same address may be another process; its owner notices the loss and shakes hands again.
+with the same sequence number. Ping and Pong may come at any time. A connection is never silently replaced: a DEALER
+does not reconnect by itself, because the peer behind the same address may be another process; its owner notices the
+loss and shakes hands again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
 _DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
 _HEARTBEAT_MS = 5_000  # a host that vanished without closing its connections is noticed after three of these
 
-Body = wire_pb2.Hello | wire_pb2.HelloReply | wire_pb2.ReadReady | wire_pb2.ReadDone | wire_pb2.ReadFailed
+Body = (
+    wire_pb2.Hello
+    | wire_pb2.HelloReply
+    | wire_pb2.ReadReady
+    | wire_pb2.ReadDone
+    | wire_pb2.ReadFailed
+    | wire_pb2.Ping
+    | wire_pb2.Pong
+)
 _FIELD_OF = {
     wire_pb2.Hello: "hello",
     wire_pb2.HelloReply: "hello_reply",
     wire_pb2.ReadReady: "read_ready",
     wire_pb2.ReadDone: "read_done",
     wire_pb2.ReadFailed: "read_failed",
+    wire_pb2.Ping: "ping",
+    wire_pb2.Pong: "pong",
 }
 
 

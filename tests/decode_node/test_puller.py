@@ -62,8 +62,13 @@ class Prefill:
         self.connection.socket.send(encode(body))
 
     def answer(self) -> Body:
-        assert self.connection.socket.poll(10_000), "no answer"
-        return decode(self.connection.socket.recv())
+        """The next message; signs of life are given meanwhile."""
+        while True:
+            assert self.connection.socket.poll(10_000), "no answer"
+            body = decode(self.connection.socket.recv())
+            if not isinstance(body, wire_pb2.Ping):
+                return body
+            self.send(wire_pb2.Pong(number=body.number))
 
     def greet(self, **changes: object) -> str:
         """Why the hand-shake was refused; empty when it was not."""
@@ -133,6 +138,7 @@ class Node:
             engine=self.engine,
             scratch_address=ctypes.addressof(self.scratch),
             read_timeout_s=5.0,
+            read_retries=2,
             handshake_timeout_s=5.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
@@ -284,9 +290,12 @@ def test_wrong_numbers_fail_the_request_before_any_byte_moves(
 def test_a_wrong_batch_is_refused_as_a_whole(node: Node, changes: dict[str, object], text: str) -> None:
     node.expect("r", [0, 1], [0, 1])
     prefill = node.prefill()
+    node.expect("other", [2], [2])
     assert text in prefill.publish(1, [entry("r", [0])], **changes)[""]
     assert node.copied() == []
-    assert prefill.publish(1, [entry("r", [0, 1])]) == {}
+    request, _, error = node.events.next_terminal()
+    assert request == "r" and text in (error or ""), "decode hears of it at once"
+    assert prefill.publish(1, [entry("other", [0])]) == {}
 
 
 def test_hand_shakes_that_do_not_fit_are_refused_naming_both_values(node: Node) -> None:
@@ -467,7 +476,51 @@ def test_the_link_is_opened_again_after_a_failed_read(node: Node) -> None:
     node.engine.before_read = lambda session, sizes: None
     assert prefill.publish(1, [entry("s", [1])]) == {}
     assert prefill.publish(0, [entry("s", [1], indexer=[1])]) == {}
-    assert node.engine.forgotten == ["session-0"] * 2
+    assert node.engine.forgotten == ["session-0"] * 4  # at the hand-shake, for the retries, and for the next batch
+
+
+def test_a_transient_read_failure_is_tried_again(node: Node) -> None:
+    node.expect("r", [0], [0])
+    prefill = node.prefill()
+    failures = iter([RuntimeError("code -1"), RuntimeError("code -2")])
+
+    def fail_twice(session: str, sizes: Sequence[int]) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    node.engine.before_read = fail_twice
+    assert prefill.publish_all("r", [0]) == {}
+    assert node.events.next_terminal() == ("r", 1, None)
+    assert node.puller.counters().read_retries == 2
+    assert node.memory.block(1, CKV, 0) == prefill.memory.block(1, CKV, 0)
+
+
+def test_retries_stay_inside_the_lease(node: Node) -> None:
+    node.expect("r", [0], [0])
+    prefill = node.prefill()
+
+    def fail(session: str, sizes: Sequence[int]) -> None:
+        raise RuntimeError("code -1")
+
+    node.engine.before_read = fail
+    assert "code -1" in prefill.publish(1, [entry("r", [0])], lease_ms=100)["r"]
+    assert node.puller.counters().read_retries == 1  # after 50 ms; the next one would begin after 150
+
+
+def test_a_stopped_process_does_not_keep_links_to_others_from_being_opened(node: Node) -> None:
+    stopped = node.prefill(greet=False)
+    stopped.send(stopped.hello())
+    assert stopped.connection.socket.poll(5_000)  # it is asked for a sign of life, and gives none
+    other = node.prefill(rank=0)
+    assert node.engine.reads == [("session-0", [8])], "the link to the stopped one was not even tried"
+    node.expect("r", [1], [1])
+    assert other.publish_all("r", [0]) == {}
+    bodies = []
+    while not bodies or isinstance(bodies[-1], wire_pb2.Ping):
+        assert stopped.connection.socket.poll(5_000)
+        bodies.append(decode(stopped.connection.socket.recv()))
+    assert isinstance(bodies[-1], wire_pb2.HelloReply) and "no sign of life" in bodies[-1].error
+    assert len(bodies) > 3, "a lost question is repeated"
 
 
 def test_releasing_an_unknown_request_is_quiescent_at_once(node: Node) -> None:

@@ -286,6 +286,20 @@ def test_a_first_token_that_never_comes_ends_the_request() -> None:
     )
 
 
+def test_a_lost_announcement_ends_the_request_a_lease_after_the_first_token() -> None:
+    bench = Bench()
+    bench.submit("a")
+    generation = bench.generation("a")
+    bench.scheduler.prefilled("a", WORD, 50.0)
+    bench.events()
+    bench.scheduler.pull_ended("a", generation, 0, None, 51.0)
+    bench.scheduler.expire(50.0 + LEASE - 0.1)
+    assert bench.events() == []
+    bench.scheduler.expire(50.0 + LEASE)
+    failure = failure_of(bench.events()[0])
+    assert failure.kind is FailureKind.TRANSFER and "ranks [1] did not arrive" in failure.text
+
+
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.RESERVED, Phase.RUNNING])
 def test_a_deadline_ends_a_request_in_every_phase(phase: Phase) -> None:
     bench = Bench()

@@ -73,6 +73,7 @@ class PullingReader:
             engine=self._engine,
             scratch_address=self._scratch.data_ptr(),
             read_timeout_s=5.0,
+            read_retries=2,
             handshake_timeout_s=5.0,
             on_terminal=lambda request_id, generation, error: self._ended.__setitem__(request_id, error),
             on_quiescent=lambda request_id: None,

@@ -98,6 +98,7 @@ class Reader:
             engine=engine,
             scratch_address=scratch.data_ptr(),
             read_timeout_s=config.transfer.read_timeout_s,
+            read_retries=config.transfer.read_retries,
             handshake_timeout_s=config.transfer.handshake_timeout_s,
             on_terminal=lambda request_id, generation, error: ended.__setitem__(request_id, error),
             on_quiescent=lambda request_id: None,

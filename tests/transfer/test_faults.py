@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -130,10 +131,8 @@ def test_no_fault_leaves_wrong_bytes_or_a_stuck_request(faults: dict[str, float]
     for number in range(6):
         request, (node,) = f"r{number}", cluster.decode[0]
         node.expect(request, lease_s=2 * LEASE_S)
-        try:
+        with contextlib.suppress(TransferRefused):  # a lost or damaged hand-shake is an error, too
             cluster.run(request, [(0, 2), (2, 5)])
-        except TransferRefused as refused:
-            assert "no answer to the hand-shake" in str(refused)
         _, _, error = node.events.next_terminal()
         if error is None:
             cluster.assert_complete(request)

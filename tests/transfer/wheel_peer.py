@@ -157,6 +157,7 @@ class DecodePeer:
             engine=engine,
             scratch_address=pool.take(8 * 64),
             read_timeout_s=5.0,
+            read_retries=2,
             handshake_timeout_s=10.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
