@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-LIBRARY_PATH = Path(__file__).resolve().parents[1] / "build" / "transfer" / "libsluice_checksum.so"
+from transfer.build_folder import build_folder
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(LIBRARY_PATH))
+    library = ctypes.CDLL(str(build_folder() / "transfer" / "libsluice_checksum.so"))
     library.sluice_checksums.restype = None
     return library
 
