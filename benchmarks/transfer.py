@@ -8,18 +8,31 @@ Writes ``benchmarks/results/transfer.json``. Measure on an idle machine: a reade
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import Pair, Row, Timing, publish, rate_row
-from benchmarks.transfer_peers import PeerFailed, reader_and_sources
-from benchmarks.transfer_shapes import MAX_SOURCES, Shape, growth, shapes, share_of_sources
+from benchmarks.harness import RESULTS, Pair, Row, Timing, publish, rate_row
+from benchmarks.transfer_peers import PeerFailed, prefill_and_decode, reader_and_sources
+from benchmarks.transfer_shapes import (
+    BLOCKS,
+    INDEXER,
+    LAYERS,
+    MAIN,
+    MAX_SOURCES,
+    Shape,
+    growth,
+    shapes,
+    share_of_sources,
+)
 from tests.transfer.test_pull_over_memfabric import Peers
 from transfer.hostcann import HostcannError
 
@@ -29,8 +42,11 @@ GOALS: Mapping[str, float] = {
     "4096 scattered blocks of 16 KiB": 0.8,
     "one range of 256 MiB": 1.0,
 }
-PARTS = ("sluice", "nixl", "mooncake", "sources", "handshake")
+PARTS = ("sluice", "nixl", "mooncake", "sources", "handshake", "layers")
+PULL_BYTES = LAYERS * BLOCKS * (MAIN + INDEXER)
 _HANDSHAKES = 2000
+_CHECKSUMS = ("off", "sample", "all")
+_AHEAD = 4  # layers published before the first one is acknowledged
 
 
 def pair_of(answer: Mapping[str, Any]) -> Pair:
@@ -104,6 +120,38 @@ def handshake_rows(folder: Path) -> Iterator[Row]:
     yield Row("sluice: READ_READY to an open gate, p99", cuts[98] * 1e6, "us")
 
 
+def layers_rows(budget_s: float, root: Path) -> Iterator[Row]:
+    """One request's 61 layers through publisher and puller, for each way to send checksums; bytes are checked."""
+    plain = 0.0
+    for checksum in _CHECKSUMS:
+        with prefill_and_decode(checksum, root) as (prefill, decode):
+            whole: list[float] = []
+            single: list[float] = []
+            end = time.perf_counter() + 2 * budget_s
+            for number in itertools.count(1):
+                if number > 12 and time.perf_counter() > end:
+                    break
+                ahead = 1 if number % 2 else _AHEAD
+                decode.ask("expect", f"r{number}", number)
+                took, *layers = prefill.ask("pull", f"r{number}", number, ahead)
+                decode.ask("receive", f"r{number}")
+                if ahead == 1:
+                    single += layers
+                else:
+                    whole.append(took)
+            if not decode.ask("right"):
+                raise PeerFailed(f"wrong bytes arrived with checksums {checksum}")
+        name = f"sluice: publisher to puller, 61 layers x 16 blocks, checksums {checksum}"
+        row = rate_row(name, PULL_BYTES, Timing.of(whole[1:]), "GB/s", plain or None, f"{_AHEAD} layers under way")
+        plain = plain or row.value
+        yield row
+        cuts = statistics.quantiles(single[LAYERS:], n=100)
+        for name, cut in (("p50", 49), ("p99", 98)):
+            yield Row(
+                f"sluice: one layer of 2.25 MiB to an open gate, checksums {checksum}, {name}", cuts[cut] * 1e6, "us"
+            )
+
+
 def measure(parts: Sequence[str], budget_s: float, console: Console) -> Iterator[Row]:
     """Part by part, as the rows come."""
     with tempfile.TemporaryDirectory(prefix="sluice-bench-", dir="/dev/shm") as folder:
@@ -115,22 +163,34 @@ def measure(parts: Sequence[str], budget_s: float, console: Console) -> Iterator
             elif part == "handshake":
                 root.mkdir()
                 yield from handshake_rows(root)
+            elif part == "layers":
+                yield from layers_rows(budget_s, root)
             else:
                 yield from engine_rows(part, budget_s, root)
+
+
+def others(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
+    """Rows of earlier runs that this one, of only some parts, has not measured."""
+    path, measured = RESULTS / "transfer.json", {row.name for row in rows}
+    if set(parts) == set(PARTS) or not path.exists():
+        return []
+    return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8")) if row["name"] not in measured]
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each comparison (default: %(default)s)")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run (default: all)")
+    parser.add_argument(
+        "--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run (default: all); other rows stay"
+    )
     arguments = parser.parse_args()
     console = Console()
     try:
         rows = list(measure(arguments.only, arguments.seconds, console))
     except (PeerFailed, HostcannError) as error:
         sys.exit(f"bench-transfer: {error}")
-    path = publish(rows, "transfer.json", console)
+    path = publish([*rows, *others(rows, arguments.only)], "transfer.json", console)
     console.print(f"written to {path}")
 
 

@@ -1,12 +1,11 @@
 """One process of the transfer benchmark: ``python -m benchmarks.transfer_child ENGINE source|reader DEVICE``.
 
-Commands come as JSON lines on stdin, [name, arguments...]; each is answered by one line ``=> JSON`` on stdout.
+See child.py for how it is asked.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.child import serve
 from benchmarks.harness import time_alone, time_in_turns
 from benchmarks.native import compiled
 from benchmarks.transfer_engines import ENGINES, Engine, Info, plain_memory
@@ -138,15 +138,7 @@ class Reader:
 def main(engine: str, role: str, device: str) -> None:
     """Entry point."""
     made = ENGINES[engine](role, int(device), REGION)
-    end = Source(made, int(device)) if role == "source" else Reader(made, int(device))
-    print("=> true", flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(end, name)(*arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(f"=> {json.dumps(answer)}", flush=True)
+    serve(Source(made, int(device)) if role == "source" else Reader(made, int(device)))
 
 
 if __name__ == "__main__":

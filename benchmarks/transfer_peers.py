@@ -8,12 +8,13 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.child import ANSWER
 from transfer import hostcann
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -31,13 +32,14 @@ class PeerFailed(Exception):
 
 
 class Peer:
-    """One child process; see transfer_child."""
+    """One child process that runs a module of the benchmarks; see child.py."""
 
-    def __init__(self, engine: str, role: str, device: int, environment: Mapping[str, str]) -> None:
-        self._log = INSTALLED / f"{engine}-{role}-{device}.log"
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        INSTALLED.mkdir(parents=True, exist_ok=True)
+        self._log = INSTALLED / f"{'-'.join((module, *arguments))}.log"
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.transfer_child", engine, role, str(device)],
+                [sys.executable, "-m", f"benchmarks.{module}", *arguments],
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -71,8 +73,8 @@ class Peer:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("=> "):  # the engines print as well
-                self._answers.put(line[3:])
+            if line.startswith(ANSWER):
+                self._answers.put(line.removeprefix(ANSWER))
         self._answers.put(None)
 
     def _answer(self) -> Any:
@@ -90,15 +92,29 @@ class Peer:
 def reader_and_sources(engine: str, sources: int, root: Path) -> Iterator[Peer]:
     """A reader that is connected to that many sources. Raises PeerFailed."""
     environment = {**os.environ, **_environment(engine, root), "OMP_NUM_THREADS": "1"}
-    INSTALLED.mkdir(parents=True, exist_ok=True)
     try:
         with ExitStack() as stack:
-            reader = stack.enter_context(Peer(engine, "reader", sources, environment))
+            reader = stack.enter_context(Peer("transfer_child", [engine, "reader", str(sources)], environment))
             for device in range(sources):
-                source = stack.enter_context(Peer(engine, "source", device, environment))
+                source = stack.enter_context(Peer("transfer_child", [engine, "source", str(device)], environment))
                 reader.ask("connect", source.ask("info"))
                 stack.callback(source.ask, "info")  # it still lives, or the numbers are worth nothing
             yield reader
+    finally:
+        hostcann.sweep(root)
+
+
+@contextmanager
+def prefill_and_decode(checksum: str, root: Path) -> Iterator[tuple[Peer, Peer]]:
+    """Both ends of transfer_layers, connected. Raises PeerFailed."""
+    environment = {**os.environ, **_environment("sluice", root), "OMP_NUM_THREADS": "1"}
+    try:
+        with (
+            Peer("transfer_layers", ["decode", "1", checksum], environment) as decode,
+            Peer("transfer_layers", ["prefill", "0", checksum], environment) as prefill,
+        ):
+            prefill.ask("connect", decode.ask("address"))
+            yield prefill, decode
     finally:
         hostcann.sweep(root)
 

@@ -19,6 +19,7 @@ from tests.checkpoints import PASSKEY_GLM
 from tests.cluster import Cluster
 from transfer import hostcann
 
+LEASE_S = 5.0
 FIELDS: dict[str, object] = {
     "model.max_model_len": 2048,
     "prefill.groups": 2,
@@ -32,7 +33,7 @@ FIELDS: dict[str, object] = {
     "pool.timeout_s": 5,
     "pool.checksum": "on",
     "hostcann.hbm_bytes": "128MiB",
-    "transfer.lease_s": 5,
+    "transfer.lease_s": LEASE_S,
     "transfer.read_timeout_s": 2,
     "transfer.handshake_timeout_s": 5,
     "runtime.heartbeat_s": 0.5,
@@ -121,9 +122,14 @@ def _recover(cluster: Cluster, questions: list[Question], record: Record) -> Non
     record.tell(f"{len(pool)} files of {sum(pool) >> 20} MiB below {cluster.root / 'pool'}")
     if freed := hostcann.sweep(cluster.root, keep=True):
         record.violation(f"{freed} bytes of dead workers lie around")
-    for worker in cluster.status().workers:
-        if worker.status.gauges["outstanding_reads"]:
-            record.violation(f"{worker.info.worker_id}: readers are waited for, and there are none")
+    cluster.wait_for(  # the end of the lease, where an answer was lost
+        lambda: not _awaited(cluster), LEASE_S + 10.0, lambda: f"readers are waited for in vain by {_awaited(cluster)}"
+    )
+
+
+def _awaited(cluster: Cluster) -> list[str]:
+    """Prefill ranks with batches that nobody has answered."""
+    return [each.info.worker_id for each in cluster.status().workers if each.status.gauges["outstanding_reads"]]
 
 
 def _healths(cluster: Cluster) -> dict[str, str]:
