@@ -264,14 +264,12 @@ class PrefillLeader:
     def _start_over(self, plan: StepPlan, unloaded: Mapping[str, str]) -> set[str]:
         """Requests whose rows the pool did not return begin again without it; which ones do.
 
-        Decode takes blocks of a request again until a rank has told it that the request is complete. With several ranks
-        one may have done so in a prompt's last step, when another could not; such a request fails, and whoever sent it
-        can send it again.
+        Decode takes their blocks again, and forgets what it had of them (`ReadEntry.begun_again`), even that a rank has
+        told it that its part is complete, as one may have done in a prompt's last step when another could not.
         """
         restarted = set()
         for chunk in plan.chunks:
-            told = chunk.is_last and self._tp_size > 1
-            if chunk.request_id in unloaded and not told and self._scheduler.start_over(chunk.request_id):
+            if chunk.request_id in unloaded and self._scheduler.start_over(chunk.request_id):
                 restarted.add(chunk.request_id)
                 log.warning("%s; it is computed again without the pool", unloaded[chunk.request_id])
         if restarted:
