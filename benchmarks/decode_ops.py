@@ -11,11 +11,11 @@ import sys
 import torch
 from rich.console import Console
 
-from benchmarks import ops_copy, ops_lim, ops_residency, ops_step
+from benchmarks import ops_copy, ops_lim, ops_residency, ops_selection, ops_step
 from benchmarks.harness import clock, publish
 from engine.ops import available_isas, set_num_threads
 
-PARTS = ("lim", "copy", "residency", "step")
+PARTS = ("lim", "selection", "copy", "residency", "step")
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
     rows, gemm, memcpy = ops_copy.machine_rates(now, budget)
     if "lim" in arguments.only:
         rows += ops_lim.run(now, budget, gemm)
+    if "selection" in arguments.only:
+        rows += ops_selection.run(now, budget)
     if "copy" in arguments.only:
         rows += ops_copy.run(now, budget, gemm, memcpy)
     if "residency" in arguments.only:

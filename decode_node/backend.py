@@ -173,7 +173,9 @@ class DecodeBackend:
             self._selection = _Selection(layer, step.picks, step.residency(step.picks, self._states[layer]))
         selection, owner = self._selection, self._model.index_owners[layer]
         if selection is None or selection.owner != owner:
-            raise RuntimeError(f"DecodeBackend.attend: layer {layer} came before layer {owner}, whose top-k it uses")
+            raise RuntimeError(
+                f"DecodeBackend.attend: layer {layer} uses the top-k of {owner}, not selected in this pass"
+            )
         memory = self._memory
         out = torch.empty_like(q_nope)
         step.attention(

@@ -203,3 +203,15 @@ def test_attending_without_a_step_is_an_error() -> None:
     none = torch.empty(0)
     with pytest.raises(RuntimeError, match=r"no step was begun; call begin\(\)"):
         caches.backend.attend(0, none, none, none, none, None)
+
+
+def test_a_layer_before_the_one_whose_top_k_it_uses_is_an_error() -> None:
+    """What the pass before selected is not taken for this one's."""
+    caches = Caches()
+    caches.tables.bind(0, [3, 4], [3, 4])
+    caches.fill([3, 4])
+    caches.step(row=0, generation=1, position=20)
+    q_nope, q_rope, ckv, k_rope, *_ = caches.new_rows(1)
+    caches.backend.begin(torch.tensor([0]), torch.tensor([1]), torch.tensor([21]))
+    with pytest.raises(RuntimeError, match="layer 0 uses the top-k of 0, not selected in this pass"):
+        caches.backend.attend(0, q_nope, q_rope, ckv, k_rope, None)

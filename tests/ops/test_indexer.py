@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,23 @@ def test_library_path_is_told_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_
             available_isas()
     finally:
         native._library.cache_clear()
+
+
+def test_memory_does_not_grow_with_rows_times_keys() -> None:
+    """512 rows over 64K keys: all scores at once would be 128 MiB, over heads 1 GiB (A16). Asked in a fresh process."""
+    code = """
+import resource, torch
+from engine.ops import lightning_indexer, set_num_threads
+set_num_threads(1)
+def select(rows, keys):
+    table = torch.arange(keys // 128, dtype=torch.int32)[None]
+    query, weights = torch.ones(rows, 8, 4), torch.ones(rows, 8)
+    cache, ends = torch.ones(keys // 128, 128, 1, 4), torch.tensor([rows], dtype=torch.int32)
+    lightning_indexer(query, weights, cache, table, ends, torch.tensor([keys], dtype=torch.int32), 64)
+select(1, 65536)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+select(512, 65536)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 16 << 10, "KiB"
