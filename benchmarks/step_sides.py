@@ -12,6 +12,7 @@ from torch import Tensor
 from decode_node.backend import DecodeBackend
 from decode_node.geometry import DecodeGeometry, plan_geometry
 from decode_node.memory import DecodeMemory, RowTables
+from decode_node.selection import LruSelector
 from engine.config import SluiceConfig
 from engine.indexer_cache import IndexerCache
 from engine.model.attention import IndexerQuery
@@ -105,7 +106,8 @@ class Offloaded:
         blocks = torch.randperm(self.geometry.num_blocks, generator=rng).view(shape.batch, -1).tolist()
         for row, mine in enumerate(blocks):
             self.tables.bind(row, mine, mine)
-        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=True)
+        selector = LruSelector(self.model, self.memory, self.tables)
+        self.backend = DecodeBackend(self.model, self.memory, self.tables, selector, writes_host=True)
         self._rows, self._generations = torch.arange(shape.batch), torch.ones(shape.batch, dtype=torch.int64)
         self._starts = torch.full((shape.batch,), shape.context - shape.rows)
         self._counts = torch.full((shape.batch,), shape.rows)

@@ -20,10 +20,11 @@ DEVICE_GRANULE = 2 << 20  # a tensor in device memory takes whole pages of this 
 
 @dataclass(frozen=True)
 class HotRows:
-    """Layout of the hot buffer of one layer: `rows` rows of `tokens` cache slots and one tail block each.
+    """Layout of the hot buffer of one layer: `rows` rows of `tokens` cache slots and a tail each.
 
-    Slot s < tokens of a row is a cache slot, filled from the host pool on a miss. Slot tokens + i is the tail: the
-    i-th token of the current step, which no earlier step has written to the host pool.
+    Slot s < tokens of a row is a cache slot, filled from the host pool on a miss. The tail holds what is not to be
+    fetched: with residency, in one block, the tokens of the current step; with LIM, in two, all since the last whole
+    block.
 
     Invariant (test_hot_rows_are_disjoint): the blocks of the rows partition the buffer, so no request can reach the
     slots of another one.
@@ -32,11 +33,12 @@ class HotRows:
     rows: int
     tokens: int  # cache slots of one row, a multiple of block_size
     block_size: int
+    tail_blocks: int = 1
 
     @property
     def stride(self) -> int:
         """Slots from the start of a row to the start of the next one."""
-        return self.tokens + self.block_size
+        return self.tokens + self.tail_blocks * self.block_size
 
     @property
     def blocks_per_row(self) -> int:
@@ -180,7 +182,12 @@ def plan_geometry(config: SluiceConfig, model: ModelConfig) -> DecodeGeometry:
         indexer_layers=model.indexer_layers,
         indexer_dtype=config.kv.indexer_dtype,
         num_blocks=num_blocks,
-        hot=HotRows(rows=decode.max_requests, tokens=decode.hot_tokens, block_size=block_size),
+        hot=HotRows(
+            rows=decode.max_requests,
+            tokens=decode.hot_tokens,
+            block_size=block_size,
+            tail_blocks=2 if decode.selection == "lim" else 1,
+        ),
         model_tokens=model_tokens,
         max_request_tokens=min(model_tokens, num_blocks * block_size),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from sluice.v1 import registry_pb2
 
-from decode_node.backend import DecodeBackend
+from decode_node.backend import SELECTORS, DecodeBackend
 from decode_node.commands import RankEndpoint, Report
 from decode_node.drafter import Drafter
 from decode_node.faults import reader
@@ -119,7 +119,8 @@ def build_node(
     engine.register(pool.address, pool.nbytes)
 
     tables = RowTables(geometry)
-    backend = DecodeBackend(model, memory, tables, writes_host=place.tp_rank == 0)
+    selector = SELECTORS[config.decode.selection](model, memory, tables)
+    backend = DecodeBackend(model, memory, tables, selector, writes_host=place.tp_rank == 0)
     terms = PullTerms(config.prefill.tp // setup.ranks, config.decode.reservation_s)
     count = config.decode.speculative_tokens
     drafter = Drafter(DraftLayer(decoder), backend, count) if count else None

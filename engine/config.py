@@ -104,6 +104,10 @@ class DecodeSection(Section):
     speculative_tokens: Annotated[int, Field(ge=0, le=13)] = Field(
         0, description="tokens drafted per step by the checkpoint's multi-token-prediction layer; 0 = off"
     )
+    selection: Literal["residency", "lim"] = Field(
+        "residency",
+        description="who finds the top-k's hot slots: the plain indexer and LRU residency, or the fused indexer (LIM)",
+    )
     max_requests: Positive = Field(16, description="requests decoded together per DP rank (hot-buffer rows)")
     max_waiting: Positive = Field(256, description="requests waiting for blocks per DP rank; further ones get 429")
     headroom_tokens: Annotated[int, Field(ge=0)] = Field(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.model.attention import IndexerQuery
 from engine.ops import hadamard_quantise, lightning_indexer, quant_lightning_indexer
+
+
+class IndexOperands(NamedTuple):
+    """Queries of T tokens and the keys they are scored with; scales are None unless both are int8."""
+
+    weights: Tensor  # [T, Hi] float32
+    query: Tensor  # [T, Hi, D] model dtype or int8
+    query_scale: Tensor | None  # [T, Hi] float16
+    keys: Tensor  # [blocks, block_size, 1, D], dtype of the query
+    key_scale: Tensor | None  # [blocks, block_size, 1] float16
 
 
 @dataclass(frozen=True)
@@ -38,20 +49,20 @@ class IndexerCache:
         self, query: IndexerQuery, block_table: Tensor, query_ends: Tensor, key_lens: Tensor, topk: int
     ) -> Tensor:
         """[T, topk] int32 positions of the best keys of each row; see `engine.ops.lightning_indexer`."""
-        if self.scales is None:
-            return lightning_indexer(query.q, query.w, self.keys, block_table, query_ends, key_lens, topk)
-        levels, scales = hadamard_quantise(query.q)
+        given = self.operands(query)
+        lengths = block_table, query_ends, key_lens, topk
+        if given.query_scale is None or given.key_scale is None:
+            return lightning_indexer(given.query, given.weights, given.keys, *lengths)
         return quant_lightning_indexer(
-            levels,
-            _raw_weights(query),
-            scales,
-            self.keys,
-            self.scales,
-            block_table,
-            query_ends,
-            key_lens,
-            topk,
+            *(given.query, given.weights, given.query_scale, given.keys, given.key_scale, *lengths)
         )
+
+    def operands(self, query: IndexerQuery) -> IndexOperands:
+        """What an operator is given to score `query` with these keys."""
+        if self.scales is None:
+            return IndexOperands(query.w, query.q, None, self.keys, None)
+        levels, scales = hadamard_quantise(query.q)
+        return IndexOperands(_raw_weights(query), levels, scales, self.keys, self.scales)
 
 
 def _raw_weights(query: IndexerQuery) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from engine.ops import ascend_attention, ascend_copy_sfa, ascend_indexer, ascend_layer
+from engine.ops import ascend_attention, ascend_copy_sfa, ascend_indexer, ascend_layer, ascend_tail
 from engine.ops.ascend_schemas import FUSED_SCHEMAS, NPU_SCHEMAS, check_registered, is_registered
 
 Route = Literal["fused", "unfused"]
@@ -48,6 +48,7 @@ def enable() -> Route:
         "fused_quant_lightning_indexer_manage": ascend_indexer.fused_quant_lightning_indexer_manage,
         "sparse_flash_attention": ascend_attention.sparse_flash_attention,
         "fused_scatter_copy_sparse_flash_attention": copy_attention,
+        "select_with_tail": ascend_tail.select_with_tail,
         "lru_residency": lru_residency,
     }
     for name, kernel in kernels.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_node.backend import DecodeBackend
+from decode_node.backend import SELECTORS, DecodeBackend
 from decode_node.commands import Report
 from decode_node.drafter import Drafter
 from decode_node.events import Delivered, Ended, GeneratedToken, Reserved
@@ -101,7 +101,7 @@ class LocalRank:
         dtype: str = "float32",
         indexer_dtype: str = "model",
         max_model_len: int | None = None,
-        **decode: int,
+        **decode: int | str,
     ) -> None:
         model = {"path": str(model_dir), "dtype": dtype, "max_model_len": max_model_len}
         kv = {"block_size": 16, "indexer_dtype": indexer_dtype}
@@ -118,7 +118,8 @@ class LocalRank:
         poisoned = PoisonedMemory()
         self.memory = DecodeMemory(self.geometry, torch_dtype, device or poisoned, host or poisoned)
         self.tables = RowTables(self.geometry)
-        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=self.owns_host)
+        selector = SELECTORS[self.config.decode.selection](self.model, self.memory, self.tables)
+        self.backend = DecodeBackend(self.model, self.memory, self.tables, selector, writes_host=self.owns_host)
         decoder, terms = DsaDecoder(self.model, weights, group, torch_dtype), PullTerms(contributors=1, lease_s=60.0)
         self.rank = Rank(
             decoder,

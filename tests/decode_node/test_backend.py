@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from decode_node.backend import DecodeBackend
+from decode_node.backend import SELECTORS, DecodeBackend
 from decode_node.geometry import plan_geometry
 from decode_node.memory import DecodeMemory, RowTables
+from decode_node.selection import LruSelector
 from engine.config import SluiceConfig
 from engine.model.attention import IndexerQuery
 from engine.model.config import ModelConfig
@@ -23,13 +24,15 @@ HEADS, INDEX_HEADS, INDEX_DIM = 4, 16, 32
 class Caches:
     """Decode memory of one layer with random rows, and a backend over it."""
 
-    def __init__(self, hot: int = HOT) -> None:
+    def __init__(self, hot: int = HOT, selection: str = "residency") -> None:
         self.model = ModelConfig.from_dict(tiny_config("glm_moe_dsa", num_hidden_layers=1))
-        sections = {"model": {"path": "unused"}, "decode": {"hot_tokens": hot, "host_pool_bytes": 1 << 20}}
+        decode = {"hot_tokens": hot, "host_pool_bytes": 1 << 20, "selection": selection}
+        sections = {"model": {"path": "unused"}, "decode": decode}
         self.geometry = plan_geometry(SluiceConfig.model_validate(sections), self.model)
         self.memory = DecodeMemory(self.geometry, torch.float32, PoisonedMemory(), PoisonedMemory())
         self.tables = RowTables(self.geometry)
-        self.backend = DecodeBackend(self.model, self.memory, self.tables, writes_host=True)
+        self.selector = SELECTORS[selection](self.model, self.memory, self.tables)
+        self.backend = DecodeBackend(self.model, self.memory, self.tables, self.selector, writes_host=True)
         self.generator = torch.Generator().manual_seed(0)
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -95,7 +98,8 @@ def test_rollback_never_leaves_a_wrong_row_resident() -> None:
     for _ in range(30):
         tokens = rng.randint(1, 4)
         caches.pass_over(row=2, generation=1, position=position, tokens=tokens)
-        state = caches.backend._states[0]
+        assert isinstance(caches.selector, LruSelector)
+        state = caches.selector._states[0]
         slots = state.slot_to_token[2]
         resident = [(slot, token) for slot, token in enumerate(slots.tolist()) if token >= 0]
         assert resident
@@ -169,7 +173,7 @@ def test_a_new_row_goes_to_the_host_pool_and_to_the_tail() -> None:
 
 def test_a_rank_that_does_not_own_the_host_pool_leaves_it_alone() -> None:
     caches = Caches()
-    caches.backend = DecodeBackend(caches.model, caches.memory, caches.tables, writes_host=False)
+    caches.backend = DecodeBackend(caches.model, caches.memory, caches.tables, caches.selector, writes_host=False)
     caches.tables.bind(0, [3], [3])
     caches.fill([3])
     before = caches.memory.host_ckv[0].clone()

@@ -6,21 +6,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.ops import BACKENDS, backend, lightning_indexer, quant_lightning_indexer, select_with_tail
-from tests.ops.lim_case import TOPK, lim_case, quantised, run, spans
+from engine.ops import (
+    BACKENDS,
+    ascend_tail,
+    backend,
+    lightning_indexer,
+    quant_lightning_indexer,
+    select_with_tail,
+)
+from tests.ops.lim_case import BLOCK, TOPK, lim_case, quantised, run, spans
 from tests.ops.paged_case import i32
+
+TAIL_ARGUMENTS = (
+    *("index_weights", "query", "index_key_cache", "index_block_table", "actual_seq_lengths_query"),
+    *("actual_seq_lengths_key", "offload_seq_lengths_key", "num_cache_tokens", "request_state"),
+    *("topk_src_ids", "topk_dst_slots"),
+)
 
 
 def with_tail(case: dict[str, Tensor], *, scores: bool) -> tuple[Tensor, Tensor]:
     quant = case["query"].dtype == torch.int8
     scales = (case["query_dequant_scale"], case["index_key_dequant_scale"]) if quant else (None, None)
-    return select_with_tail(
-        *(case["index_weights"], case["query"], case["index_key_cache"], case["index_block_table"]),
-        *(case["actual_seq_lengths_query"], case["actual_seq_lengths_key"], case["offload_seq_lengths_key"]),
-        *(case["num_cache_tokens"], case["request_state"], case["topk_src_ids"], case["topk_dst_slots"]),
-        case["topk_scores"] if scores else None,
-        *scales,
-    )
+    given = [case[name] for name in TAIL_ARGUMENTS]
+    return select_with_tail(*given, case["topk_scores"] if scores else None, *scales)
 
 
 def plain(case: dict[str, Tensor]) -> Tensor:
@@ -114,3 +122,20 @@ def test_errors_name_the_argument(each_backend: str) -> None:
             *(quant[name] for name in ("offload_seq_lengths_key", "num_cache_tokens", "request_state")),
             *(quant["topk_src_ids"], quant["topk_dst_slots"]),
         )
+
+
+@pytest.mark.parametrize("quant", [False, True], ids=["float", "int8"])
+def test_the_ascend_route_picks_the_same(quant: bool) -> None:
+    """What is put together from torch's operators equals the C++ operator, on tails of up to two blocks."""
+    for seed in range(20):
+        requests = [(1 + seed % 3, 44 + 3 + seed % 6, 44, 24, state) for state in (-2, -3, -2)]
+        case = lim_case([*requests, (1, 50, 44, 20, 0)], seed=seed)  # the last is refused
+        case = quantised(case, seed) if quant else case
+        case["topk_scores"] = torch.full(case["topk_src_ids"].shape, float("nan"))
+        after = run(case)
+        assert int((after["actual_seq_lengths_key"] - after["offload_seq_lengths_key"]).max()) <= 2 * BLOCK
+        expected = with_tail(after, scores=False)
+        scales = (after["query_dequant_scale"], after["index_key_dequant_scale"]) if quant else (None, None)
+        given = [after[name] for name in TAIL_ARGUMENTS]
+        for got, wanted in zip(ascend_tail.select_with_tail(*given, None, *scales), expected, strict=True):
+            assert torch.equal(got, wanted)
