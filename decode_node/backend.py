@@ -70,8 +70,10 @@ class DecodeBackend:
     def __init__(
         self, model: ModelConfig, memory: DecodeMemory, tables: RowTables, selector: Selector, *, writes_host: bool
     ) -> None:
-        """`selector`: one of SELECTORS, over the same memory. `writes_host`: whether this rank writes new rows to the shared
-        host pool; true on exactly one rank."""
+        """`selector`: one of SELECTORS, over the same memory.
+
+        `writes_host`: whether this rank writes new rows to the shared host pool; true on exactly one rank.
+        """
         self._model = model
         self._memory = memory
         self._tables = tables
