@@ -100,7 +100,7 @@ class ResidencyBench:
         state = {"state_rows": self.shape.batch, "capacity": self.shape.capacity, **self.state._asdict()}
         inputs = {"query_ends": None, "stable_prefix": self.stable, "generation": self.generations}
         return [
-            native.prepare(
+            native.Prepared(
                 "lru_residency",
                 {"topk_ids": ids, "row_index": self.rows, **inputs, **state, **self.out._asdict(), **sizes},
             )
