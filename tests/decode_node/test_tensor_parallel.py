@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from engine.model.parallel import TensorParallelGroup
 from engine.model.shard import Shard
 from engine.sampling_params import SamplingParams
 from engine.tp_channel import TpFollower, TpLeader
-from tests.checkpoints import random_checkpoint
+from tests.checkpoints import drafting_checkpoint, random_checkpoint
 from tests.decode_node.local_node import LocalNode, LocalRank
 from tests.model.test_parallel import run_ranks
 from tests.oracle import Oracle, assert_tokens_match
@@ -45,19 +46,23 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(2, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def decode(rank: int, model_dir: Path, run_dir: Path) -> object:
+def decode(rank: int, model_dir: Path, run_dir: Path, drafts: int) -> object:
     group = TensorParallelGroup(Shard(rank, 2), f"file://{run_dir}/meeting", timeout_s=PATIENCE_S)
     host = FileMemory(run_dir / "host")
     try:
-        return lead(model_dir, run_dir, group, host) if rank == 0 else follow(model_dir, run_dir, group, host)
+        return (follow if rank else lead)(model_dir, run_dir, drafts, group=group, host=host)
     finally:
         group.close()
 
 
-def lead(model_dir: Path, run_dir: Path, group: TensorParallelGroup, host: FileMemory) -> object:
+def options(drafts: int) -> dict[str, int]:
+    return {"speculative_tokens": drafts, "hot_tokens": (1 + drafts) * HOT}
+
+
+def lead(model_dir: Path, run_dir: Path, drafts: int, *, group: TensorParallelGroup, host: FileMemory) -> object:
     channel = TpLeader(run_dir, "decode", 2)
     call_followers(channel, Join("tcp://store"), PATIENCE_S)
-    node = LocalNode(model_dir, run_dir, channel=channel, group=group, host=host, hot_tokens=HOT)
+    node = LocalNode(model_dir, run_dir, channel=channel, group=group, host=host, **options(drafts))
     endpoints = gather_endpoints(channel, RankEndpoint("zero", "e0"), 2, PATIENCE_S)
     sessions = []
     for length in LENGTHS:
@@ -67,11 +72,11 @@ def lead(model_dir: Path, run_dir: Path, group: TensorParallelGroup, host: FileM
     return [session.tokens for session in sessions], endpoints
 
 
-def follow(model_dir: Path, run_dir: Path, group: TensorParallelGroup, host: FileMemory) -> object:
+def follow(model_dir: Path, run_dir: Path, drafts: int, *, group: TensorParallelGroup, host: FileMemory) -> object:
     channel = TpFollower(run_dir, "decode", 1)
     join = await_join(channel, PATIENCE_S)
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    follower = LocalRank(model_dir, reports.put, group=group, host=host, hot_tokens=HOT)
+    follower = LocalRank(model_dir, reports.put, group=group, host=host, **options(drafts))
     for length in LENGTHS:
         follower.prefill(f"r{length}", prompt_of(length))
     channel.report(RankEndpoint("one", "e1"))
@@ -87,12 +92,14 @@ def follow(model_dir: Path, run_dir: Path, group: TensorParallelGroup, host: Fil
     return join, follower.rank.counters.tokens
 
 
-def test_two_ranks_share_one_host_pool_and_answer_as_one(tmp_path: Path) -> None:
-    model_dir = random_checkpoint(tmp_path / "model", "deepseek_v32")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_two_ranks_share_one_host_pool_and_answer_as_one(tmp_path: Path, drafts: int) -> None:
+    make = drafting_checkpoint if drafts else random_checkpoint
+    model_dir = make(tmp_path / "model", "deepseek_v32")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "host").write_bytes(bytes(16 << 20))
-    (answers, endpoints), (join, followed) = run_ranks(2, decode, model_dir, run_dir)
+    (answers, endpoints), (join, followed) = run_ranks(2, decode, model_dir, run_dir, drafts)
     assert endpoints == [RankEndpoint("zero", "e0"), RankEndpoint("one", "e1")]
     assert join == Join("tcp://store")
     assert followed == (TOKENS - 1) * len(LENGTHS)

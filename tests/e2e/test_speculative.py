@@ -65,7 +65,8 @@ def test_prompts_that_begin_alike(deployment: Deployment) -> None:
 
 
 def test_sampled_answers_are_those_of_a_deployment_that_does_not_draft(tmp_path: Path) -> None:
-    """Seeded, with int8 index keys, index reuse, and every layer in one of three buffers or in its own."""
+    """Seeded, with int8 index keys, index reuse, every layer in one of three buffers or in its own, and one of the two
+    selecting by LIM."""
     kinds = ["full", "shared", "full", "shared"]
     checkpoint = drafting_checkpoint(tmp_path / "m", "glm_moe_dsa", seed=6, indexer_types=kinds)
     prompts, answers = [prompt_of(length) for length in (31, 32, 33, 300)], {}
@@ -73,6 +74,7 @@ def test_sampled_answers_are_those_of_a_deployment_that_does_not_draft(tmp_path:
         fields = BASE | {
             "kv.indexer_dtype": "int8",
             "decode.speculative_tokens": drafts,
+            "decode.selection": "lim" if drafts else "residency",
             "decode.hot_tokens": 3 * TOPK,
             "prefill.independent_layers": [0, -1],
             "prefill.shared_buffers": 1,
