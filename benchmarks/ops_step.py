@@ -27,7 +27,10 @@ SHAPES = (
     StepShape("deepseek_v32", 16, 131072),
     StepShape("glm_moe_dsa", 64, 32768, batch=4),
 )
-WHOLE_LAYER = StepShape("deepseek_v32", 128, 65536, batch=5, layers=1)
+WHOLE_LAYERS = (
+    StepShape("deepseek_v32", 128, 8192, layers=1),
+    StepShape("deepseek_v32", 128, 65536, batch=5, layers=1),
+)
 GROWTH = (
     StepShape("deepseek_v32", 128, 8192),
     StepShape("deepseek_v32", 16, 8192),
@@ -108,7 +111,7 @@ class StepBench:
 def run(now: Callable[[], float], budget_s: float) -> list[Row]:
     """Rows for all shapes; `budget_s` for each comparison, timed with `now`."""
     rows = [_over_resident(shape, now, budget_s) for shape in SHAPES]
-    rows.append(_whole_layer(WHOLE_LAYER, now, budget_s))
+    rows += [_whole_layer(shape, now, budget_s) for shape in WHOLE_LAYERS]
     rows += [_growth(shape, now, budget_s) for shape in GROWTH]
     return rows
 
@@ -142,7 +145,7 @@ def _whole_layer(shape: StepShape, now: Callable[[], float], budget_s: float) ->
     pair = time_in_turns(
         lambda number: layer(bench.offloaded, number),
         lambda number: layer(bench.resident, number),
-        budget_s=2 * budget_s,
+        budget_s=budget_s,
         now=now,
     )
     note = f"a whole layer with projections and dense MLP, {bench.misses:.0%} misses"

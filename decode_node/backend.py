@@ -184,7 +184,7 @@ class DecodeBackend:
         step.attention(
             query_rope=q_rope,
             query=q_nope,
-            topk_dst_slots=selection.slots.unsqueeze(1),
+            topk_dst_slots=selection.slots,
             topk_src_ids=selection.topk_ids.unsqueeze(1),
             miss_src_ids=selection.miss_ids,
             miss_dst_slots=selection.miss_slots,

@@ -111,7 +111,7 @@ class LimSelector:
             miss_counts[request] = end
         picks = picks.squeeze(1)
         hits = self._sealed(picks).sub_(miss_counts).clamp_(min=0)
-        return Selection(picks, at.squeeze(1), miss_ids, miss_slots, miss_counts, hits)
+        return Selection(picks, at, miss_ids, miss_slots, miss_counts, hits)
 
     def again(self, layer: int, picks: Tensor) -> Selection:
         """See `Selector`."""
@@ -124,7 +124,7 @@ class LimSelector:
         slots = torch.where(picks < 0, -1, torch.where(long, resident, picks)).int()
         none = torch.full((len(given.rows), 1), -1, dtype=torch.int32)
         counts = torch.zeros(len(given.rows), dtype=torch.int32)
-        return Selection(picks, slots, none, none, counts, self._sealed(picks))
+        return Selection(picks, slots.unsqueeze(1), none, none, counts, self._sealed(picks))
 
     def _plan(self, layer: int) -> _Plan:
         """Of the pass over the layers that are run together with `layer`, made at the first of them."""

@@ -42,7 +42,7 @@ class Selection(NamedTuple):
     """
 
     topk_ids: Tensor  # [T, topk] int32 positions, padded with -1
-    slots: Tensor  # [T, topk] int32 logical hot slots of these
+    slots: Tensor  # [T, 1, topk] int32 logical hot slots of these
     miss_ids: Tensor  # [B, M] int32 positions to fetch
     miss_slots: Tensor  # [B, M] int32 logical hot slots they go to
     miss_counts: Tensor  # [B] int32
@@ -81,6 +81,7 @@ class LruSelector:
         found = Residency.empty(len(given.request), self._topk, len(given.rows), given.most_tokens)
         per_request = given.stable_prefix.int(), given.generations, given.rows.int(), given.query_ends
         self._residency = StepResidency(*per_request, found)
+        self._slots = found.slots.unsqueeze(1)
         behind = given.positions - given.stable_prefix[given.request]
         tails = given.rows[given.request] * self._hot.stride + self._hot.tokens
         return Layout(self._tables.hot[given.rows], tails + behind)
@@ -92,4 +93,5 @@ class LruSelector:
 
     def again(self, layer: int, picks: Tensor) -> Selection:
         """See `Selector`."""
-        return Selection(picks, *self._residency(picks, self._states[layer]))
+        _, *fetches = self._residency(picks, self._states[layer])
+        return Selection(picks, self._slots, *fetches)

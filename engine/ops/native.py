@@ -143,6 +143,8 @@ class Prepared:
         """
         for name, tensor in tensors.items():
             replaced = self._tensors[name]
+            if tensor is replaced:
+                continue
             if tensor.shape != replaced.shape or tensor.dtype != replaced.dtype or not tensor.is_contiguous():
                 raise ValueError(
                     f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; legal here: contiguous, {replaced.dtype} "
