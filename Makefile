@@ -1,4 +1,4 @@
-# make setup | demo | test | ray-test | chaos | lint | bench | bench-decode | bench-transfer | bench-prefill | soak-prefill | docs | proto | clean  (README.md shows what each one does)
+# make setup | demo | test | ray-test | kube-test | k8s | chaos | lint | bench | bench-decode | bench-transfer | bench-prefill | soak-prefill | docs | proto | proto-baseline | clean  (README.md shows what each one does)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -9,8 +9,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 PROTOS := $(wildcard proto/sluice/v1/*.proto)
 NATIVE := $(shell find transfer/hostcann transfer/csrc engine/ops/csrc -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.txt' 2>/dev/null) CMakeLists.txt
 
-.PHONY: setup proto native demo test ray-test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
-setup: $(VENV)/.installed build/.native build/torch_npu/.installed
+.PHONY: setup proto proto-baseline k8s native demo test ray-test kube-test chaos lint docs bench bench-decode bench-transfer bench-prefill soak-prefill clean
+setup: $(VENV)/.installed build/.native build/torch_npu/.installed build/kubernetes-validate-1.20/.installed
 
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt proto/gen/.built
 # it, and both fail without a driver. Tests that read its operators' schemas put it on their child's PYTHONPATH.
 build/torch_npu/.installed: constraints.txt $(VENV)/.tools
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(@D) torch_npu
+	touch $@
+
+# The last release that knows Kubernetes 1.20, the oldest server; the environment has one that knows the newest.
+build/kubernetes-validate-1.20/.installed: $(VENV)/.tools
+	$(PIP) install --no-deps --upgrade --target $(@D) kubernetes-validate==1.28.3
 	touch $@
 
 build/.native: $(NATIVE) $(VENV)/.installed
@@ -55,9 +60,26 @@ chaos: setup
 ray-test: setup
 	unshare $(shell test `id -u` = 0 || echo --map-root-user) --net sh -c 'ip link set lo up && exec $(BIN)/python -m pytest tests/ray $(TESTS)'
 
+# After a change below deploy/k8s.
+k8s:
+	kubectl kustomize deploy/k8s/overlays/ascend-a3 > deploy/k8s/sluice.yaml
+
+# After a release: what later changes of proto/ must stay compatible with.
+proto-baseline: setup
+	$(BIN)/buf build --exclude-source-info -o proto/released.binpb
+
+# Needs a Kubernetes cluster that this command starts, builds images for and stops; see docs/operations.md.
+SLUICE_KUBE ?=
+kube-test: setup
+	@test -n "$(SLUICE_KUBE)" || { echo "set SLUICE_KUBE to the command that runs a test cluster (up, base-image, build, exec, down)"; exit 2; }
+	trap '$(SLUICE_KUBE) down' EXIT; $(SLUICE_KUBE) up && $(SLUICE_KUBE) base-image && \
+	$(SLUICE_KUBE) build . -f deploy/docker/Dockerfile -t localhost/sluice:cpu --build-arg BASE=localhost/python:3.11-bookworm --target cpu && \
+	$(SLUICE_KUBE) exec -- env SLUICE_KUBE_TEST=1 $(BIN)/python -m pytest -v tests/kube $(TESTS)
+
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/buf lint && $(BIN)/buf breaking --against proto/released.binpb
 
 docs: setup
 	$(BIN)/python -m deploy.config_reference

@@ -14,7 +14,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"  # end-of-sequence id or one of the request's stop token ids
     LENGTH = "length"  # max_tokens or the context length was reached
     ABORTED = "aborted"  # its session was closed
-    PREEMPTED = "preempted"  # its memory is needed; what is left of it may be asked for again at once
+    PREEMPTED = "preempted"  # its memory is needed, or the worker stops; what is left may be asked for again at once
 
 
 @dataclass(frozen=True)

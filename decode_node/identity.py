@@ -25,6 +25,10 @@ class Place:
     tp_rank: int
 
     @property
+    def ranks(self) -> tuple[int, int, int]:
+        return self.group, self.dp_rank, self.tp_rank
+
+    @property
     def group_name(self) -> str:
         return f"decode-{self.group}"
 
@@ -39,7 +43,7 @@ class Place:
 
 
 def worker_info(
-    config: SluiceConfig, model: ModelConfig, geometry: DecodeGeometry, place: Place
+    config: SluiceConfig, model: ModelConfig, geometry: DecodeGeometry, place: Place, device: int
 ) -> registry_pb2.WorkerInfo:
     """A new identity, with a new epoch. Raises ModelConfigError when the checkpoint's files are missing."""
     layout = kv_layout(
@@ -63,7 +67,7 @@ def worker_info(
         tp_size=config.decode.tp,
         epoch=uuid.uuid4().hex,
         layout=layout,
-        device_id=config.decode_device(place.group, place.dp_rank, place.tp_rank),
+        device_id=device,
         pid=os.getpid(),
         host=socket.gethostname(),
         max_request_tokens=geometry.max_request_tokens,

@@ -20,6 +20,7 @@ from decode_node.events import (
     Reserved,
 )
 from decode_node.faults import HostRowEraser
+from decode_node.finish import FinishReason
 from decode_node.inbox import Cancel, FirstToken, Inbox, Message, OwnReport, SessionSink, Submit
 from decode_node.rank import Rank
 from decode_node.scheduler import Phase, RequestState, Scheduler
@@ -75,22 +76,25 @@ class LeaderLoop:
         self.snapshot = self._take_snapshot()
 
     def stop(self) -> None:
-        """Ends every session and the loop, after its current turn. Callable from any thread."""
+        """Ends every session (what is left of it may run elsewhere) and the loop, after its current turn.
+
+        Callable from any thread.
+        """
         self._stopping.set()
         self._inbox.wake()
 
     def run(self) -> None:
         """Returns after `stop`. RuntimeError when this rank or another cannot go on."""
-        cause = "the decode worker is stopping"
         try:
             while not self._stopping.is_set():
                 self.turn(self._patience())
         except Exception as error:
-            cause = f"the decode worker failed: {error}"
-            raise
-        finally:
             for rid, sink in self._sinks.items():
-                sink.deliver(Ended(rid, Failure(FailureKind.STOPPING, f"request {rid}: {cause}")))
+                text = f"request {rid}: the decode worker failed: {error}"
+                sink.deliver(Ended(rid, Failure(FailureKind.STOPPING, text)))
+            raise
+        for rid, sink in self._sinks.items():
+            sink.deliver(Ended(rid, FinishReason.PREEMPTED))
 
     def turn(self, wait_s: float) -> None:
         """One round: hear what is new (waiting up to `wait_s` for it), schedule, compute at most one step."""

@@ -25,6 +25,8 @@ def read_setup(arguments: list[str] | None) -> NodeSetup:
     parser.add_argument("--dp-rank", type=int, default=0)
     parser.add_argument("--tp-rank", type=int, default=0)
     parser.add_argument("--rendezvous", default="", help="torch.distributed init_method; needed when decode.tp > 1")
+    parser.add_argument("--device", type=int, help="of this rank; by its place in the deployment if absent")
+    parser.add_argument("--grpc-port", type=int, default=0, help="where its services listen; 0 = a free port")
     options = parser.parse_args(arguments)
     config = load_config(options.config)
     for name, value, total in (
@@ -39,8 +41,9 @@ def read_setup(arguments: list[str] | None) -> NodeSetup:
     model = served_model(config)
     geometry = plan_geometry(config, model)
     place = Place(options.group, options.dp_rank, options.tp_rank)
-    info = worker_info(config, model, geometry, place)
-    return NodeSetup(config, model, geometry, place, info, options.rendezvous)
+    device = config.decode_device(*place.ranks) if options.device is None else options.device
+    info = worker_info(config, model, geometry, place, device)
+    return NodeSetup(config, model, geometry, place, info, options.rendezvous, options.grpc_port)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -45,6 +45,7 @@ class NodeSetup:
     place: Place
     info: registry_pb2.WorkerInfo
     rendezvous: str  # torch.distributed init_method, used with several ranks
+    grpc_port: int = 0  # where its services listen; 0 = a free port
 
     @property
     def ranks(self) -> int:

@@ -86,6 +86,7 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
         self._inbox: Inbox | None = None
         self._endpoints: list[worker_pb2.ReadEndpoint] = []
         self._sessions: set[Session] = set()
+        self._closed = False
 
     def open(self, inbox: Inbox, endpoints: Sequence[RankEndpoint]) -> None:
         """From now on requests are taken; `endpoints` in order of TP ranks."""
@@ -94,6 +95,10 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
             for rank, endpoint in enumerate(endpoints)
         ]
         self._inbox = inbox
+
+    def close(self) -> None:
+        """From now on requests are refused; those that are here go on (test_a_draining_worker_ends_what_it_has)."""
+        self._closed = True
 
     async def drained(self, timeout_s: float) -> None:
         """Returns when every stream has ended and its end has left this process, after `timeout_s` seconds at most."""
@@ -110,6 +115,8 @@ class DecodeSessions(worker_pb2_grpc.DecodeServiceServicer):
         inbox = self._inbox
         if inbox is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the decode worker is still loading")
+        if self._closed:
+            await context.abort(grpc.StatusCode.ABORTED, "the decode worker is stopping")
         admit = await self._admit(requests, context)
         request = self._request(admit, await self._sampling(admit, context))
         session, rid = Session(), request.request_id

@@ -68,12 +68,15 @@ class DecodeWorker:
     async def serve(self) -> int:
         """Until SIGTERM, SIGINT or a failure. Returns the exit status."""
         self._events = asyncio.get_running_loop()
-        self._process = WorkerProcess(self._setup.config, self._setup.info, self.status)
+        self._process = WorkerProcess(self._setup.config, self._setup.info, self.status, self._setup.grpc_port)
         leads = self._setup.place.tp_rank == 0
         await self._process.start(self._add_services if leads else None)
         engine = threading.Thread(target=self._engine, name="engine", daemon=True)
         engine.start()
         status = await self._process.run()
+        self._sessions.close()
+        if status == 0:
+            await self._sessions.drained(self._setup.config.runtime.drain_s)
         end_process_within(END_S)
         self._stopping.set()
         if self._loop is not None:

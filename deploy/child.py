@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,12 +18,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run: `name` as users see it ("decode-0/dp0/tp0"), arguments, and variables added to the environment."""
+    """What to run: `name` as users see it ("decode-0/dp0/tp0"), arguments, and variables added to the environment.
+
+    `log` is where its output goes; None = where ours goes.
+    """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
-    log: Path
+    log: Path | None
 
 
 class Child:
@@ -46,7 +50,8 @@ class Child:
             if os.getppid() != launcher:
                 os._exit(1)
 
-        with spec.log.open("ab" if continue_log else "wb") as log:
+        mode = "ab" if continue_log else "wb"
+        with contextlib.nullcontext() if spec.log is None else spec.log.open(mode) as log:
             self._process = subprocess.Popen(
                 spec.argv,
                 env={**os.environ, **spec.env},
@@ -79,7 +84,9 @@ class Child:
             return f"killed by signal {-code}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of its log."""
+        """The end of its log, if it has one of its own."""
+        if self.spec.log is None:
+            return []
         with self.spec.log.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - 64 * 1024))

@@ -94,7 +94,7 @@ def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console)
     deadline = time.monotonic() + run.config.runtime.startup_timeout_s
     with Progress(console) as progress:
         listening = {
-            processes.POOL_SERVICE: (run.config.runtime.host, run.config.pool.config_port),
+            processes.POOL_SERVICE: (run.config.pool_host, run.config.pool.config_port),
             processes.META_SERVER: (run.grpc_host, run.config.grpc.port),
         }
         supervisor.start(processes.servers(run))

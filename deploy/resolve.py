@@ -27,12 +27,17 @@ _LONGEST_SOCKET_NAME = 48
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a deployment. `config` has no open field left; `config_file` is its copy for the processes."""
+    """One run of a deployment, or of one pod's part of it.
+
+    `config` has no open field left; `config_file` is its copy for the processes. Their output goes to files in
+    `log_dir`, or to our own output with `log_to_output`.
+    """
 
     config: SluiceConfig
     config_file: Path
     run_dir: Path
     device_root: Path
+    log_to_output: bool = False
 
     @property
     def log_dir(self) -> Path:

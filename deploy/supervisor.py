@@ -96,6 +96,9 @@ class Supervisor:
 
 def obituary(child: Child) -> str:
     """Which process died, how, and the end of its log."""
+    head = f"{child.spec.name} (pid {child.pid}) ended: {child.describe_exit()}"
+    if child.spec.log is None:
+        return head
     lines = child.last_lines(_LAST_LINES)
     text = "".join(f"\n  | {line}" for line in lines) if lines else "\n  (it logged nothing)"
-    return f"{child.spec.name} (pid {child.pid}) ended: {child.describe_exit()}; log {child.spec.log}:{text}"
+    return f"{head}; log {child.spec.log}:{text}"

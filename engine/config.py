@@ -143,6 +143,10 @@ class TransferSection(Section):
 
 
 class PoolSection(Section):
+    host: str | None = Field(None, description="address of MemCache's MetaService; runtime.host if absent")
+    protocol: Literal[
+        "host_shm", "host_tcp", "host_rdma", "host_urma", "device_sdma", "device_rdma", "device_urma", "device_uboe"
+    ] = Field("host_shm", description="how MemCache moves bytes between its members; host_shm is for one host")
     dram_bytes: Bytes = Field(256 << 20, description="MemCache memory given by each prefill worker process")
     meta_port: Port = Field(0, description="MemCache MetaService; 0 = a free port")
     config_port: Port = Field(0, description="MemCache config store; 0 = a free port")
@@ -163,6 +167,9 @@ class HttpSection(Section):
 class GrpcSection(Section):
     host: str = Field("127.0.0.1", description="address the meta server's gRPC services listen on")
     port: Port = Field(50051, description="0 = a free port")
+    worker_port: Port = Field(
+        0, description="of the first worker process on a machine or in a pod, the others follow; 0 = free ports"
+    )
 
 
 class RuntimeSection(Section):
@@ -187,6 +194,9 @@ class RuntimeSection(Section):
         None,
         description="how long such a request waits for a group that can go on with it, then 503; "
         "60 with runtime.restart and 1 without it if absent",
+    )
+    drain_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="how long a process that is told to stop goes on with the requests it has; 0 = not at all"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of every process")
 
@@ -296,6 +306,10 @@ class SluiceConfig(Section):
     def worker_count(self) -> int:
         """Worker processes of the deployment = devices needed."""
         return self.prefill.groups * self.prefill.tp + self.decode.groups * self.decode.dp * self.decode.tp
+
+    @property
+    def pool_host(self) -> str:
+        return self.pool.host or self.runtime.host
 
     @property
     def model_name(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 from collections.abc import Callable, Sequence
@@ -11,9 +10,10 @@ from collections.abc import Callable, Sequence
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from sluice.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from sluice.v1 import common_pb2, registry_pb2, worker_pb2, worker_pb2_grpc
 
 from engine.config import SluiceConfig
+from engine.registration import Member, Registration
 
 log = logging.getLogger(__name__)
 WORKER_SERVICE = "sluice.v1.WorkerService"
@@ -41,24 +41,34 @@ class WorkerProcess:
 
     Health is NOT_SERVING for "" and for every service until `set_ready`, and again from the moment a stop begins
     (test_not_serving_until_ready). The process stays registered: when the meta server does not know it (it was
-    restarted), it registers again. A refused registration ends the process, because it can never serve. So does a start
-    that takes too long (test_a_start_that_hangs_ends_the_process): the wheels may wait without end for peers that died.
+    restarted), it registers again (`engine/registration.py`). A refused registration ends the process, because it can
+    never serve. So does a start that takes too long (test_a_start_that_hangs_ends_the_process): the wheels may wait
+    without end for peers that died.
     """
 
     def __init__(
-        self, config: SluiceConfig, info: registry_pb2.WorkerInfo, status: Callable[[], common_pb2.WorkerStatus]
+        self,
+        config: SluiceConfig,
+        info: registry_pb2.WorkerInfo,
+        status: Callable[[], common_pb2.WorkerStatus],
+        port: int = 0,
     ) -> None:
-        """`info.grpc_address` is filled in by `start`. `status` is called on the event loop and must not block."""
+        """`info.grpc_address` is filled in by `start`. `status` is called on the event loop and must not block.
+
+        `port`: where it listens on `runtime.host`; 0 = a free one.
+        """
         self.config = config
         self.info = info
         self._status = status
+        self._port = port
         self._ready = False
         self._stop = asyncio.Event()
         self.failure: str | None = None  # why the process ends with status 1
         self._server = grpc.aio.server(options=GRPC_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services: list[str] = ["", WORKER_SERVICE]
-        self._heartbeat: asyncio.Task[None] | None = None
+        member = Member(info, self.status, self.fail, config.runtime.heartbeat_s)
+        self._registration = Registration(config.grpc.host, config.grpc.port, member)
         self._too_late: asyncio.TimerHandle | None = None
 
     def status(self) -> common_pb2.WorkerStatus:
@@ -67,7 +77,10 @@ class WorkerProcess:
         return status
 
     async def start(self, add_services: Callable[[grpc.aio.Server], Sequence[str]] | None = None) -> None:
-        """Listens on a free port and begins to register. `add_services` adds servicers, returns their full names."""
+        """Listens and begins to register. `add_services` adds servicers, returns their full names.
+
+        Raises OSError naming the field when the port is taken.
+        """
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_WorkerService(self), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if add_services is not None:
@@ -76,11 +89,16 @@ class WorkerProcess:
         reflection.enable_server_reflection(names, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         host = self.config.runtime.host
-        port = self._server.add_insecure_port(f"{host}:0")
+        try:
+            port = self._server.add_insecure_port(f"{host}:{self._port}")
+        except RuntimeError as error:
+            raise OSError(
+                f"runtime.host = {host}, port {self._port} (from grpc.worker_port): cannot listen: {error}"
+            ) from error
         self.info.grpc_address = f"{host}:{port}"
         await self._server.start()
         self._watch_signals()
-        self._heartbeat = asyncio.create_task(self._stay_registered())
+        self._registration.start()
         patience = self.config.runtime.startup_timeout_s + _STARTUP_SLACK_S
         self._too_late = asyncio.get_running_loop().call_later(patience, self._give_up_starting)
 
@@ -100,23 +118,18 @@ class WorkerProcess:
         self._stop.set()
 
     async def run(self) -> int:
-        """Waits for SIGTERM, SIGINT or `fail`; then NOT_SERVING. Returns the exit status."""
+        """Waits for SIGTERM, SIGINT or `fail`; then it is NOT_SERVING, and the meta servers know it. Returns the exit
+        status."""
         await self._stop.wait()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._registration.tell()
         return 0 if self.failure is None else 1
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Leaves the registry and closes the server; running calls get `grace_s` seconds."""
         if self._too_late is not None:
             self._too_late.cancel()
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._heartbeat
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async with self._meta_channel() as channel:
-                request = registry_pb2.LeaveRequest(worker_id=self.info.worker_id, epoch=self.info.epoch)
-                await registry_pb2_grpc.RegistryServiceStub(channel).Leave(request, timeout=1.0)
+        await self._registration.leave()
         await self._server.stop(grace_s)
 
     def _give_up_starting(self) -> None:
@@ -131,27 +144,3 @@ class WorkerProcess:
     async def _set_health(self, status: int) -> None:
         for name in self._services:
             await self._health.set(name, status)
-
-    def _meta_channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(f"{self.config.grpc.host}:{self.config.grpc.port}", options=GRPC_OPTIONS)
-
-    async def _stay_registered(self) -> None:
-        period = self.config.runtime.heartbeat_s
-        registered = False
-        async with self._meta_channel() as channel:
-            stub = registry_pb2_grpc.RegistryServiceStub(channel)
-            while True:
-                try:
-                    if not registered:
-                        await stub.Register(registry_pb2.RegisterRequest(info=self.info), timeout=5.0)
-                        registered = True
-                    beat = registry_pb2.HeartbeatRequest(
-                        worker_id=self.info.worker_id, epoch=self.info.epoch, status=self.status()
-                    )
-                    registered = (await stub.Heartbeat(beat, timeout=5.0)).known
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                        self.fail(f"the meta server refuses this worker: {error.details()}")
-                        return
-                    log.warning("%s: the meta server does not answer: %s", self.info.worker_id, error.details())
-                await asyncio.sleep(period if registered else min(period, 0.5))

@@ -23,7 +23,10 @@ _GOOD_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class Preempted(Exception):
-    """Decode took the request's memory for others; what is left of it may be run at once, by the same worker too."""
+    """Decode gave the request up, for its memory or because it stops; what is left of it may be run at once.
+
+    By the same worker too: one that stops has said so, and is not chosen again.
+    """
 
 
 class DecodeSession:
@@ -140,7 +143,7 @@ class DecodeSession:
 
     def _check_preempted(self, event: worker_pb2.DecodeSessionResponse) -> None:
         if event.WhichOneof("event") == "finished" and event.finished.reason == common_pb2.FINISH_REASON_PREEMPTED:
-            raise Preempted(f"decode worker {self._worker.info.worker_id} needed its memory for other requests")
+            raise Preempted(f"decode worker {self._worker.info.worker_id} gave it up: it needs the memory, or stops")
 
     def _out_of_order(self, event: worker_pb2.DecodeSessionResponse, expected: str) -> RequestFailed:
         sent = str(event).strip()

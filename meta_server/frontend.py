@@ -23,6 +23,9 @@ from meta_server.validation import Capacity, RequestValidator
 class Frontend:
     """Admits requests while the deployment is up.
 
+    A request that comes while the last group is being replaced is taken and waits, as those that it ran do; for
+    `rerun_wait_s` at most (test_a_request_waits_for_a_group_that_is_being_replaced).
+
     Invariant: two running requests never share an id; an id is free again before its final event is seen
     (test_running_request_id_is_refused, test_id_can_be_reused_right_after_the_end).
     """
@@ -43,11 +46,17 @@ class Frontend:
         self._terms = terms
         self._running: dict[str, Generation] = {}
         self._stopping = False
+        self._draining = False
         self._born = time.monotonic()
 
     @property
     def ready(self) -> bool:
-        return self.registry.ready and not self._stopping
+        return self.registry.ready and not (self._draining or self._stopping)
+
+    @property
+    def draining(self) -> bool:
+        """Requests are still served, but clients should go elsewhere."""
+        return self._draining
 
     @property
     def in_flight(self) -> int:
@@ -71,6 +80,10 @@ class Frontend:
             counters=self.metrics.totals(),
             pools=self.registry.pools(),
         )
+
+    def drain(self) -> None:
+        """Not ready any more; requests that come nevertheless are served."""
+        self._draining = True
 
     async def shutdown(self) -> None:
         """Refuses new requests and ends the running ones with an error."""
@@ -102,7 +115,7 @@ class Frontend:
         for request_id, count in ids.items():
             if count > 1 or request_id in self._running:
                 raise invalid("request_id", f"{request_id!r} is running; wait for its end or choose another id")
-        if not self.registry.ready:
+        if not self.registry.ready_within(self._terms.rerun_wait_s):
             raise unavailable(f"no complete {self.registry.missing()} group is ready")
 
     def start(self, request: GenerationRequest, emit: Callable[[Event], None]) -> Generation:

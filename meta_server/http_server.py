@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -48,8 +49,9 @@ class HttpServer:
     def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
 
-    async def stop(self) -> None:
-        """Takes no new connection, waits a little for open answers, closes."""
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Takes no new connection, waits up to `grace_s` for open answers, closes."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait({self._task})

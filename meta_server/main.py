@@ -27,6 +27,7 @@ async def serve(config: SluiceConfig) -> None:
     log.info("gRPC on %s:%d, HTTP on %s:%d", config.grpc.host, server.grpc_port, config.http.host, server.http_port)
     await stop.wait()
     log.info("stopping")
+    await server.drain()
     await server.stop()
 
 

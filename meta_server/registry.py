@@ -81,6 +81,7 @@ class Registry:
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        self._ready_at: float | None = None
         self._watchers: dict[ReplicaKey, set[Callable[[str], None]]] = defaultdict(set)
 
     def register(self, info: registry_pb2.WorkerInfo) -> None:
@@ -106,6 +107,7 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is None or worker.lost or worker.info.epoch != epoch:
             return False
+        self._note_ready()
         worker.heard = self._clock()
         worker.suspect = False
         worker.status = status
@@ -120,6 +122,7 @@ class Registry:
 
     def sweep(self) -> list[str]:
         """Marks workers that were silent too long as lost; returns their ids."""
+        self._note_ready()
         deadline = self._clock() - self._lost_after_s
         silent = [worker for worker in self._live() if worker.heard < deadline]
         for worker in silent:
@@ -143,6 +146,16 @@ class Registry:
     def ready(self) -> bool:
         """Whether a request can be served: a complete prefill and a complete decode replica exist."""
         return bool(self.replicas(PREFILL)) and bool(self.replicas(DECODE))
+
+    def ready_within(self, seconds: float) -> bool:
+        """Whether a request can be served, or could be less than `seconds` ago."""
+        self._note_ready()
+        return self._ready_at is not None and self._clock() - self._ready_at <= seconds
+
+    def _note_ready(self) -> None:
+        """To be called before anything makes a replica incomplete."""
+        if self.ready:
+            self._ready_at = self._clock()
 
     def missing(self) -> str:
         """For error texts: which roles have no complete replica."""
@@ -195,6 +208,7 @@ class Registry:
     def _lose(self, worker: Worker, cause: str) -> None:
         if worker.lost:
             return
+        self._note_ready()
         worker.lost = True
         for on_lost in self._watchers.pop(ReplicaKey.of(worker.info), set()):
             on_lost(f"{worker.info.worker_id} was lost: {cause}")

@@ -46,6 +46,8 @@ class Router:
             RequestFailed: UNAVAILABLE when no complete replica can hold it.
         """
         fitting = self._fitting(DECODE, tokens)
+        if not self._registry.replicas(DECODE):
+            raise unavailable("no complete decode group is ready")
         if not fitting:
             raise unavailable(f"no decode group that is ready can hold a request of {tokens} tokens")
         with self._claim(self._least(_others(fitting, avoid) or fitting, self._decode_fill), tokens) as replica:
@@ -62,7 +64,7 @@ class Router:
         """
         replicas = self._registry.replicas(PREFILL)
         if not replicas:
-            raise unavailable("no prefill group is ready")
+            raise unavailable("no complete prefill group is ready")
         choice = self._least(_others(replicas, avoid) or replicas, lambda replica: self.load(replica.key).tokens)
         with self._claim(choice, tokens) as replica:
             yield replica

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,6 +29,8 @@ from meta_server.validation import RequestValidator
 log = logging.getLogger(__name__)
 _WATCH_PERIOD_S = 0.1
 _GRPC_GRACE_S = 1.0
+_NOTICE_S = 5.0
+"""How long clients may still come to a server that is not ready any more: kube-proxy and others learn of it late."""
 
 
 class MetaServer:
@@ -54,6 +57,7 @@ class MetaServer:
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
         self._http: HttpServer | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._shown_ready: bool | None = None
         self.grpc_port = 0
         self.http_port = 0
@@ -78,6 +82,23 @@ class MetaServer:
         await self._grpc.start()
         self._http.start()
         self._watch = asyncio.create_task(self._watch_workers(), name="watch")
+
+    async def drain(self) -> None:
+        """NOT_SERVING; goes on serving for `runtime.drain_s` at most: until load balancers have noticed, and then until
+        no request is running (test_a_draining_server_ends_its_requests). With 0 it does not wait.
+
+        New HTTP connections are refused after the first of these times. gRPC ones are not: workers' heartbeats come
+        on them, too.
+        """
+        patience = self._config.runtime.drain_s
+        deadline = time.monotonic() + patience
+        self.frontend.drain()
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(min(_NOTICE_S, patience))
+        if self._http is not None and patience:
+            self._closing = asyncio.create_task(self._http.stop(patience), name="close http")
+        while self.frontend.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(_WATCH_PERIOD_S)
 
     async def stop(self) -> None:
         """NOT_SERVING, running requests end with an error, connections close. Takes at most about 4 s."""

@@ -205,7 +205,7 @@ def _open_engine(plan: RankPlan, buffers: LayerBuffers) -> MemFabricEngine:
 
 def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> MemPool:
     config = plan.config
-    host = config.runtime.host
+    host = config.pool_host
     pool = MemPool(
         meta_url=f"tcp://{host}:{config.pool.meta_port}",
         config_store_url=f"tcp://{host}:{config.pool.config_port}",
@@ -213,6 +213,7 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> MemPool:
         dram_bytes=config.pool.dram_bytes,
         # Twice the ranks: a restarted worker may join before its predecessor has left.
         world_size=2 * config.prefill.groups * config.prefill.tp,
+        protocol=config.pool.protocol,
         timeout_s=math.ceil(config.pool.timeout_s / 2),  # an operation makes up to two calls to the meta service
     )
     try:

@@ -32,7 +32,9 @@ class Place:
         return f"{self.group_name}/tp{self.tp_rank}"
 
 
-def worker_info(config: SluiceConfig, model: ModelConfig, shape: PrefillShape, place: Place) -> registry_pb2.WorkerInfo:
+def worker_info(
+    config: SluiceConfig, model: ModelConfig, shape: PrefillShape, place: Place, device: int
+) -> registry_pb2.WorkerInfo:
     """A new identity, with a new epoch. Raises ModelConfigError when the checkpoint's files are missing."""
     layout = kv_layout(
         fingerprint=fingerprint(config.model.path),
@@ -54,7 +56,7 @@ def worker_info(config: SluiceConfig, model: ModelConfig, shape: PrefillShape, p
         tp_size=config.prefill.tp,
         epoch=uuid.uuid4().hex,
         layout=layout,
-        device_id=config.prefill_device(place.group, place.tp_rank),
+        device_id=device,
         pid=os.getpid(),
         host=socket.gethostname(),
         max_request_tokens=shape.max_prompt_tokens,

@@ -27,6 +27,8 @@ def main() -> int:
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--tp-rank", type=int, required=True)
     parser.add_argument("--rendezvous", required=True, help="torch.distributed URL where the TP ranks meet")
+    parser.add_argument("--device", type=int, help="of this rank; by its place in the deployment if absent")
+    parser.add_argument("--grpc-port", type=int, default=0, help="where its services listen; 0 = a free port")
     arguments = parser.parse_args()
     place = Place(arguments.group, arguments.tp_rank)
     try:
@@ -35,14 +37,15 @@ def main() -> int:
             level=config.runtime.log_level.upper(),
             format=f"%(asctime)s {place.worker_id} %(levelname)s %(name)s: %(message)s",
         )
-        plan = _plan(config, place, arguments.rendezvous)
+        device = config.prefill_device(place.group, place.tp_rank) if arguments.device is None else arguments.device
+        plan = _plan(config, place, device, arguments.rendezvous)
     except ValueError as error:  # every error of configuration and checkpoint is one
         print(f"{place.worker_id}: {error}", file=sys.stderr)
         return 1
-    return asyncio.run(_serve(plan))
+    return asyncio.run(_serve(plan, arguments.grpc_port))
 
 
-def _plan(config: SluiceConfig, place: Place, rendezvous: str) -> RankPlan:
+def _plan(config: SluiceConfig, place: Place, device: int, rendezvous: str) -> RankPlan:
     if config.runtime.run_dir is None:
         raise ConfigError("runtime.run_dir must be set for a worker process; `sluice up` chooses one")
     groups, ranks = config.prefill.groups, config.prefill.tp
@@ -51,12 +54,13 @@ def _plan(config: SluiceConfig, place: Place, rendezvous: str) -> RankPlan:
     model = served_model(config)
     check_against_model(config, model)
     shape = prefill_shape(config, model)
-    return RankPlan(config, model, shape, worker_info(config, model, shape, place), place.group, rendezvous)
+    info = worker_info(config, model, shape, place, device)
+    return RankPlan(config, model, shape, info, place.group, rendezvous)
 
 
-async def _serve(plan: RankPlan) -> int:
+async def _serve(plan: RankPlan, grpc_port: int) -> int:
     worker = PrefillWorker(plan)
-    process = WorkerProcess(plan.config, plan.info, worker.status)
+    process = WorkerProcess(plan.config, plan.info, worker.status, grpc_port)
     await process.start(worker.add_services)
     loop = asyncio.get_running_loop()
     worker.start(
@@ -64,6 +68,8 @@ async def _serve(plan: RankPlan) -> int:
         on_failure=lambda reason: loop.call_soon_threadsafe(process.fail, reason),
     )
     code = await process.run()
+    if code == 0:
+        await worker.drained(plan.config.runtime.drain_s)
     end_process_within(END_TIMEOUT_S)
     ended = await asyncio.to_thread(worker.stop, STOP_TIMEOUT_S)
     await process.stop()

@@ -42,15 +42,28 @@ class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
         self._vocab_size, self._keys = vocab_size, keys
         self._request_timeout_s = request_timeout_s
         self._leader: PrefillLeader | None = None
+        self._closed = False
+        self._open_calls = 0
 
     def open(self, leader: PrefillLeader) -> None:
         """From now on requests are taken."""
         self._leader = leader
 
+    def close(self) -> None:
+        """From now on requests are refused; those that are here go on (test_a_draining_worker_ends_what_it_has)."""
+        self._closed = True
+
+    @property
+    def open_calls(self) -> int:
+        """Requests that have not been answered."""
+        return self._open_calls
+
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> worker_pb2.PrefillResponse:
         leader = self._leader
         if leader is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the prefill worker is still loading")
+        if self._closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the prefill worker is stopping")
         params = await self._check(request, context)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Outcome] = loop.create_future()
@@ -64,11 +77,14 @@ class PrefillCalls(worker_pb2_grpc.PrefillServiceServicer):
                 loop.call_soon_threadsafe(settle, outcome)
 
         attempt = leader.submit(self._job(request, context), params, request.destination, reply)
+        self._open_calls += 1
         try:
             outcome = await answer
         except asyncio.CancelledError:
             leader.cancel(request.request_id, attempt)
             raise
+        finally:
+            self._open_calls -= 1
         if isinstance(outcome, PrefillFailure):
             await context.abort(STATUS_CODES[outcome.kind], outcome.text)
         token = outcome.first_token

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,6 +24,7 @@ from prefill_node.scheduler import Limits, PrefillScheduler
 from prefill_node.service import PREFILL_SERVICE, PrefillCalls
 
 log = logging.getLogger(__name__)
+_DRAIN_POLL_S = 0.05
 
 
 class Stopped(Exception):
@@ -59,6 +62,18 @@ class PrefillWorker:
         """Starts the engine thread. It calls `on_ready` when it can serve and `on_failure` when it ends too early."""
         self._thread = threading.Thread(target=self._run, args=(on_ready, on_failure), name="engine", daemon=True)
         self._thread.start()
+
+    async def drained(self, timeout_s: float) -> None:
+        """From now on new requests are refused; returns when those it has are prefilled and pulled by decode, or after
+        `timeout_s` seconds."""
+        self._calls.close()
+        deadline = time.monotonic() + timeout_s
+        while self._busy() and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _busy(self) -> bool:
+        reading = self._parts is not None and self._parts.publisher.outstanding() > 0
+        return reading or self._calls.open_calls > 0
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the engine thread after the step under way; False if it is still busy after `timeout_s`."""

@@ -19,6 +19,7 @@ from meta_server.openai.body_limit import BodyLimit
 from meta_server.openai.chat import ChatRenderer, chat_requests
 from meta_server.openai.completions import CompletionRenderer, completion_requests
 from meta_server.openai.errors import bad_body, error_response, on_http_exception
+from meta_server.openai.farewell import Farewell
 from meta_server.openai.logprobs import TokenNames
 from meta_server.openai.response import GenerationResponse
 from meta_server.openai.schema import ChatBody, CompletionBody, GenerationBody
@@ -84,6 +85,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         return error_response(bad_body(error))
 
     app.add_middleware(BodyLimit)
+    app.add_middleware(Farewell, draining=lambda: frontend.draining)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_http_exception)
     return app

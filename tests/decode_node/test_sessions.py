@@ -34,6 +34,7 @@ class Service:
     """A node behind a gRPC server, with a client."""
 
     node: LocalNode
+    sessions: DecodeSessions
     stub: worker_pb2_grpc.DecodeServiceAsyncStub
     first_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ async def serving(node: LocalNode) -> AsyncIterator[Service]:
     engine.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(node, worker_pb2_grpc.DecodeServiceStub(channel))
+            yield Service(node, sessions, worker_pb2_grpc.DecodeServiceStub(channel))
     finally:
         node.loop.stop()
         engine.join(5)
@@ -254,13 +255,31 @@ def test_a_failed_pull_reaches_the_client_with_its_cause(run: Callable[..., None
     run(scenario)
 
 
-def test_a_worker_that_stops_ends_its_sessions(run: Callable[..., None]) -> None:
+def test_a_draining_worker_ends_what_it_has(run: Callable[..., None], checkpoint: Path) -> None:
+    async def scenario(service: Service) -> None:
+        service.prefill("r1", PROMPT)
+        call = await service.open("r1")
+        await call.read()
+        service.sessions.close()
+        refused = await service.open("r2")
+        assert await ended_with(refused, grpc.StatusCode.ABORTED) == "the decode worker is stopping"
+        await service.send_first(call, "r1")
+        drained = asyncio.create_task(service.sessions.drained(20.0))
+        tokens, _ = await answer(call)
+        assert_tokens_match(tokens, Oracle(checkpoint).greedy(PROMPT, 8))
+        await asyncio.wait_for(drained, 5)
+
+    run(scenario)
+
+
+def test_a_worker_that_stops_hands_its_sessions_over(run: Callable[..., None]) -> None:
     async def scenario(service: Service) -> None:
         service.prefill("r1", PROMPT)
         call = await service.open("r1")
         await call.read()
         service.node.loop.stop()
-        assert await ended_with(call, grpc.StatusCode.ABORTED) == "request r1: the decode worker is stopping"
+        event = await call.read()
+        assert event.finished.reason == common_pb2.FINISH_REASON_PREEMPTED
 
     run(scenario)
 

@@ -126,7 +126,7 @@ def test_worker_processes_follow_the_topology(model_dir: Path) -> None:
     assert specs[3].argv[2:] == [
         "prefill_node.main",
         *("--config", str(run.config_file), "--group", "1", "--tp-rank", "1"),
-        *("--rendezvous", f"file://{run.run_dir}/prefill-1.rendezvous"),
+        *("--rendezvous", f"file://{run.run_dir}/prefill-1.rendezvous", "--device", "3", "--grpc-port", "0"),
     ]
     assert specs[3].env["OMP_NUM_THREADS"] == "3"
     assert shutil.which(specs[0].argv[0])

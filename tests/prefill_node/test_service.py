@@ -149,6 +149,24 @@ def test_calls_before_the_worker_is_ready_are_unavailable(make_rig):
     asyncio.run(scenario())
 
 
+def test_a_draining_worker_ends_what_it_has(make_rig):
+    async def scenario():
+        rig = make_rig(budget=16)
+        rig.reader.delay_s = 0.02
+        async with Served(rig) as served:
+            call = served.stub.Prefill(request(tokens=100), timeout=20)
+            while not rig.leader.snapshot().running:
+                await asyncio.sleep(0.01)
+            served.calls.close()
+            assert served.calls.open_calls == 1
+            code, details = await served.failure(request("b"))
+            assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the prefill worker is stopping")
+            assert (await call).compute_seconds > 0
+            assert served.calls.open_calls == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_stopping_worker_answers_its_calls(make_rig):
     async def scenario():
         rig = make_rig(budget=16)

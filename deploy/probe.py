@@ -1,0 +1,78 @@
+"""Asks a pod's processes how they are, for Kubernetes' exec probes: ``python -m deploy.probe [--alive]``.
+
+Without `--alive`: exit status 0 when every process says SERVING for its service (ready). With it: when every process
+answers at all, whatever it says; a process that loads or drains is alive. Works on every version of Kubernetes, and
+asks the same gRPC health service as anybody else would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_FILE = "health_targets"
+_OPTIONS = [("grpc.enable_http_proxy", 0)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A gRPC server, and the service of it that must be SERVING when it is ready."""
+
+    address: str
+    service: str
+
+
+def write_targets(run_dir: Path, targets: Sequence[Target]) -> None:
+    text = "".join(f"{target.address} {target.service}\n" for target in targets)
+    (run_dir / _FILE).write_text(text, encoding="utf-8")
+
+
+def read_targets(run_dir: Path) -> list[Target]:
+    """Raises OSError when the pod has not begun to start its processes."""
+    lines = (run_dir / _FILE).read_text(encoding="utf-8").splitlines()
+    return [Target(*line.split()) for line in lines]
+
+
+def problem(target: Target, alive: bool, timeout_s: float) -> str | None:
+    """What is wrong with a process; None if nothing is."""
+    service = "" if alive else target.service
+    with grpc.insecure_channel(target.address, options=_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            return f"{target.address} {service!r}: {error.code().name}: {error.details()}"
+    if alive or answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return f"{target.address} {service!r}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0, or 1 with one line per problem on standard output, which Kubernetes shows as an event."""
+    parser = argparse.ArgumentParser(prog="deploy.probe", description=__doc__)
+    parser.add_argument("--alive", action="store_true", help="whether it answers, not whether it is ready")
+    parser.add_argument("--run-dir", type=Path, default=Path("/run/sluice"), help="runtime.run_dir of this pod")
+    parser.add_argument("--address", help="host:port to ask instead of this pod's processes")
+    parser.add_argument(
+        "--service", default="", help="with --address: the service to ask for; the whole server if absent"
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each process")
+    options = parser.parse_args(arguments)
+    try:
+        targets = [Target(options.address, options.service)] if options.address else read_targets(options.run_dir)
+    except OSError as error:
+        print(f"no process has been started yet: {error}")
+        return 1
+    problems = [text for target in targets if (text := problem(target, options.alive, options.timeout))]
+    print("\n".join(problems), end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

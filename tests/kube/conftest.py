@@ -1,0 +1,72 @@
+"""The deployment under test: overlays/local, applied to the cluster in whose network these tests run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import PASSKEY_GLM
+from tests.cluster import REPOSITORY
+from tests.oracle import Oracle
+
+OVERLAY = REPOSITORY / "deploy" / "k8s" / "overlays" / "local"
+BUDGET = REPOSITORY / "deploy" / "k8s" / "disruption-budget" / "v1beta1"
+HOST = "/host"  # where the cluster's node sees the files of this machine
+NAMESPACE = "sluice"
+Kubectl = Callable[..., str]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("SLUICE_KUBE_TEST"):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="needs a cluster: SLUICE_KUBE=.../cluster.sh make kube-test"))
+
+
+def run_kubectl(*arguments: str, timeout_s: float = 240.0) -> str:
+    """Standard output. Fails with everything it said."""
+    done = subprocess.run(["kubectl", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Kubectl:
+    """Runs kubectl in the deployment's namespace."""
+    return lambda *arguments: run_kubectl("-n", NAMESPACE, *arguments)
+
+
+@pytest.fixture(scope="session")
+def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """overlays/local with the checkpoint of this repository."""
+    folder = tmp_path_factory.mktemp("overlay")
+    (folder / "kustomization.yaml").write_text(
+        f"""apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [{os.path.relpath(OVERLAY, folder)}]
+patches:
+  - target: {{kind: Deployment|StatefulSet}}
+    patch: |
+      - {{op: replace, path: /spec/template/spec/volumes/3/hostPath/path, value: {HOST}{PASSKEY_GLM.parent}}}
+""",
+        encoding="utf-8",
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deployed(overlay: Path, kubectl: Kubectl) -> Iterator[None]:
+    """Everything applied; it is deleted again by the last test, or here if that one was not run."""
+    run_kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=120s")  # of a run that failed
+    run_kubectl("apply", "-k", str(overlay))
+    run_kubectl("apply", "-k", str(BUDGET))
+    yield
+    run_kubectl("delete", "-k", str(overlay), "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle(PASSKEY_GLM)
