@@ -17,16 +17,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-
-import yaml
 
 from deploy import probe, processes
 from deploy.child import ChildSpec
 from deploy.device_root import default_parent
 from deploy.pod_plan import Pod, Role, pod_config
 from deploy.ports import PortChooser, can_connect
-from deploy.resolve import Run, check
+from deploy.resolve import Run, check, written
 from deploy.signals import Signals, Stopped
 from deploy.supervisor import ChildDied, StopPhase, Supervisor
 from engine.config import ConfigError, SluiceConfig, load_config
@@ -124,17 +123,14 @@ def pod_run(config: SluiceConfig, pod: Pod) -> Iterator[Run]:
     """This pod's folders and its resolved sluice.yaml. Raises ConfigError."""
     run_dir = Path(config.runtime.run_dir or "/run/sluice")
     check(config)
-    filled = _with_store_port(pod_config(config, pod, str(run_dir)))
+    mine = _with_store_port(pod_config(config, pod, str(run_dir)))
     with _device_root(config) as device_root:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for stale in run_dir.glob("*.rendezvous"):  # of this container's earlier life
-                stale.unlink()
-            config_file = run_dir / "sluice.yaml"
-            config_file.write_text(yaml.safe_dump(filled.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+            run = written(mine, run_dir, device_root)
         except OSError as error:
             raise ConfigError(f"runtime.run_dir = {str(run_dir)!r}: {error.strerror}") from None
-        yield Run(filled, config_file, run_dir, device_root, log_to_output=True)
+        yield replace(run, log_to_output=True)
 
 
 def _with_store_port(config: SluiceConfig) -> SluiceConfig:

@@ -71,6 +71,24 @@ async def test_answers_of_a_draining_server_end_their_connection() -> None:
         await draining
 
 
+async def test_health_answers_while_workers_hang() -> None:
+    """Field failure F4: a backend that vanishes or hangs must not make the front look dead."""
+    async with deployed() as deployment:
+        deployment.prefill.prefill.hold = True
+        calls = [asyncio.create_task(read_all(deployment.generate([5], max_tokens=2))) for _ in range(3)]
+        await until(lambda: deployment.prefill.prefill.open == 3, "prefill hangs in three requests")
+        await deployment.decode.fall_silent()
+        stub = health_pb2_grpc.HealthStub(deployment.channel)
+        begun = time.monotonic()
+        for service in ("", "sluice.v1.SluiceService"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert time.monotonic() - begun < 1.0
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+
+
 async def test_a_request_waits_for_a_group_that_is_being_replaced() -> None:
     async with deployed(max_reruns=1, rerun_wait_s=20.0) as deployment:
         await deployment.decode.leave()

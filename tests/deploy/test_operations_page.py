@@ -1,0 +1,65 @@
+"""docs/operations.md: its capacity table is what `sluice plan` says, its commands are tested ones or marked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
+MODELS = {"DeepSeek-V3.2": "deepseek-v3.2", "GLM-5": "glm-5", "GLM-5.2": "glm-5.2"}
+ROW = re.compile(r"^\| ([\w.-]+) \| (128K|1M) \| (.+) \|$", re.MULTILINE)
+SETTINGS = ("model.dtype=bfloat16", "prefill.tp=16", "decode.tp=16", "kv.block_size=128")
+
+TESTED = (  # by tests/kube, of the local overlay
+    "kubectl -n sluice scale statefulset/sluice-decode --replicas=2",
+    "kubectl -n sluice rollout restart statefulset/sluice-decode",
+    "kubectl -n sluice rollout restart deployment/sluice-meta-server",
+)
+NEEDS_A_REGISTRY = ("docker build ", "docker push ")
+
+
+@pytest.mark.parametrize(("model", "context", "cells"), ROW.findall(PAGE))
+def test_the_capacity_table_is_what_the_planner_says(model: str, context: str, cells: str) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "plan", "--json", "--context", context, "--concurrency", "1"]
+    command += ["--model", str(REPOSITORY / "tests" / "full_size" / MODELS[model])]
+    for setting in SETTINGS:
+        command += ["--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    plan = json.loads(done.stdout)
+    prefill, decode = plan["prefill"], plan["decode"]
+    sizes = (
+        prefill["device_bytes"],
+        prefill["pool_bytes"],
+        decode["host_bytes"],
+        decode["device_bytes"],
+        decode["device_bytes_all_resident"],
+    )
+    assert cells == " | ".join(f"{size / (1 << 30):.1f} GiB" for size in sizes)
+
+
+def test_the_capacity_table_has_all_models() -> None:
+    assert {(model, context) for model, context, _ in ROW.findall(PAGE)} == {
+        (model, context) for model in MODELS for context in ("128K", "1M")
+    }
+
+
+def test_the_command_for_sizing_runs() -> None:
+    (line,) = re.findall(r"^sluice (plan .*)$", PAGE, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *line.split()], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert done.returncode in (0, 1), done.stderr  # 1: the load does not fit the defaults, and it says what would
+    assert "32 requests of 131,072 tokens" in done.stdout
+
+
+def test_command_blocks_hold_nothing_that_no_test_runs() -> None:
+    lines = [line.strip() for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+    commands = [line.split("  #")[0].strip() for line in lines if line]
+    untested = [c for c in commands if c not in TESTED and not c.startswith(("sluice plan ", *NEEDS_A_REGISTRY))]
+    assert untested == []
