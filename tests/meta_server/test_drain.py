@@ -78,6 +78,7 @@ async def test_health_answers_while_workers_hang() -> None:
         calls = [asyncio.create_task(read_all(deployment.generate([5], max_tokens=2))) for _ in range(3)]
         await until(lambda: deployment.prefill.prefill.open == 3, "prefill hangs in three requests")
         await deployment.decode.fall_silent()
+        await asyncio.sleep(0.3)  # health follows the workers within 0.1 s
         stub = health_pb2_grpc.HealthStub(deployment.channel)
         begun = time.monotonic()
         for service in ("", "sluice.v1.SluiceService"):
