@@ -94,7 +94,7 @@ bench-transfer: setup build/bench/.installed
 build/bench/.installed:
 	mkdir -p build/bench/debs
 	-$(PIP) install --no-deps --upgrade --target build/bench/nixl nixl-cu12==1.5.1
-	-$(PIP) install --no-deps --upgrade --target build/bench/mooncake mooncake-transfer-engine-non-cuda
+	-$(PIP) install --no-deps --upgrade --target build/bench/mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
 	-cd build/bench/debs && apt-get download -q libibverbs1 libnl-3-200 libnl-route-3-200
 	-for deb in build/bench/debs/*.deb; do dpkg -x $$deb build/bench/mooncake/debian; done
 	touch $@
