@@ -112,7 +112,7 @@ class PrefillRank:
         self._before_step()
         batch = pack(plan, self._block_size)
         self._backend.begin(batch)
-        hidden = self._decoder.hidden(batch.token_ids, batch.positions, self._backend)
+        hidden = self._decoder.hidden(batch.packed_input_ids, batch.positions, self._backend)
         logits = self._decoder.logits(hidden.index_select(0, batch.last_rows))
         if self._draft is not None:
             self._cache_draft_rows(self._draft, batch, hidden, logits, plan)

@@ -232,6 +232,7 @@ class Rig:
         groups: int = 1,
         checksums: bool = False,
         max_whole_tokens: int = 4096,
+        max_waiting: int = 64,
         lease_s: float = 60.0,
         writes: bool = True,
         gate_closes: bool = True,
@@ -290,7 +291,7 @@ class Rig:
         )
         spec = CacheSpec(block_size, blocks)
         self.cache = KVCacheManager({"main": spec, "indexer": spec})
-        limits = Limits(block_size, budget, max_requests, 64, 5000, plan.has_reuse, max_whole_tokens)
+        limits = Limits(block_size, budget, max_requests, max_waiting, 5000, plan.has_reuse, max_whole_tokens)
         self.leader = PrefillLeader(
             PrefillScheduler(self.cache, limits),
             self.rank,

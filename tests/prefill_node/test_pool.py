@@ -27,12 +27,14 @@ def chunk(request_id, start, tokens, total, first_block=0):
 
 
 @pytest.mark.parametrize("shared", [1, 3])
-def test_every_layer_of_every_full_block_is_saved_and_stays(make_rig, shared):
+@pytest.mark.parametrize("tokens", [75, 64])
+def test_every_layer_of_every_full_block_is_saved_and_stays(make_rig, shared, tokens):
+    """Field failure A9: also the last block of a prompt that ends where a block does."""
     rig = make_rig(budget=32, shared=shared)
-    rig.submit("a", prompt(75))
+    rig.submit("a", prompt(tokens))
     rig.run("a")
     rig.settle()
-    keys = block_keys(rig.layout, prompt(75))
+    keys = block_keys(rig.layout, prompt(tokens))
     assert rig.pool.finished == {f"{key}@0" for key in keys} and len(keys) == 4
     for layer in range(4):
         for kind, (offset, size) in zip(("ckv", "k_rope", "indexer"), rig.saver._layout.parts(layer), strict=True):

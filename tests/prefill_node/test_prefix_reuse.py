@@ -246,3 +246,37 @@ print(block_keys(registry_pb2.KvLayout(fingerprint="model", block_size={BLOCK}),
 def test_every_group_reads_all_names_and_writes_its_own():
     assert Writers(1, 3).names("k") == ["k@1", "k@0", "k@2"]
     assert [Writers(group, 3).own("k") for group in range(3)] == ["k@0", "k@1", "k@2"]
+
+
+@pytest.mark.parametrize("cached", [16, 64, 144, 145])
+def test_decode_that_has_the_beginning_is_told_the_end(make_rig, cached):
+    """Field failures A4, A5: also when it needs no block at all, because it has them or there is none."""
+    rig = make_rig(shared=1, budget=48)
+    length = 145
+    rig.submit("r", prompt(length), cached_tokens=cached)
+    rig.run("r")
+    rig.settle()
+    assert isinstance(rig.outcomes["r"], PrefillResult)
+    assert rig.reader.finished == ["r"]
+    sent = {index for (_, _, kind), blocks in rig.reader.rows.items() if kind == "ckv" for index in blocks}
+    assert sent == set(range(cached // BLOCK, -(-length // BLOCK)))
+
+
+def test_the_pool_may_have_one_block_less_than_the_prompt(make_rig, dense):
+    """Field failures A6, A7: 73 blocks, of which the store has 72; load length and prompt length are not the same."""
+    rig = make_rig(shared=2, budget=96, blocks=100)
+    tokens = prompt(73 * 2 + 6)  # nine blocks and a part
+    ask(rig, "first", tokens)
+    last = block_keys(LAYOUT, tokens)[-1]
+    rig.pool.remove([f"{last}@0"])
+    assert ask(rig, "second", tokens) == 128
+    dense.check(rig, "second", tokens)
+
+
+def test_warm_requests_leak_nothing(make_rig):
+    """Field failure C20: pages leaked with each request whose prefix is cached, until none was left."""
+    rig = make_rig(shared=2, budget=64, blocks=12)
+    for number in range(40):
+        assert ask(rig, f"r{number}", prompt(100)) == (96 if number else 0)
+    assert len(rig.pool.objects) == 6
+    assert rig.used_blocks() == 0 and len(rig.saver._objects._keys) == 0

@@ -138,6 +138,28 @@ def test_an_id_in_use_is_refused_without_harm_to_its_owner(make_rig):
     asyncio.run(scenario())
 
 
+def test_a_full_queue_refuses_with_resource_exhausted(make_rig):
+    """Who waits already is not touched; the meta server makes a 429 of it."""
+
+    async def scenario():
+        rig = make_rig(budget=16, max_requests=1, max_waiting=1)
+        rig.reader.delay_s = 0.02
+        async with Served(rig) as served:
+            running = served.stub.Prefill(request("running", 100), timeout=20)
+            while not rig.leader.snapshot().running:
+                await asyncio.sleep(0.01)
+            waiting = served.stub.Prefill(request("waiting", 20), timeout=20)
+            while not rig.leader.snapshot().waiting:
+                await asyncio.sleep(0.01)
+            code, details = await served.failure(request("late", 20))
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "1 requests are waiting already (prefill.max_waiting)" in details
+            assert (await running).compute_seconds > 0 < (await waiting).compute_seconds
+            await served.idle()
+
+    asyncio.run(scenario())
+
+
 def test_calls_before_the_worker_is_ready_are_unavailable(make_rig):
     async def scenario():
         async with Served(make_rig()) as served:

@@ -1,0 +1,114 @@
+"""A pool that is slow, too small, corrupted, or killed in the middle of a step: answers stay transformers'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster import Cluster, Completion
+from tests.e2e.conftest import BASE
+from tests.e2e.test_equal_to_transformers import prompt_of
+from tests.e2e.test_prefix_reuse import POOL_SERVICE, restarted
+from tests.oracle import Oracle, assert_tokens_match
+
+pytestmark = pytest.mark.cluster
+
+PREFILL = "prefill-0/tp0"
+NEW_TOKENS = 4
+LENGTH = 1200
+MANY = range(300, 420, 10)
+"""Lengths of prompts with nothing in common; their objects are twice as large as the pool."""
+
+
+@pytest.fixture(scope="module")
+def slow(checkpoints: dict[str, Path]) -> Iterator[Cluster]:
+    """Two shared buffers, a small pool with checksums, and both pool and readers slower than the computation."""
+    fields = BASE | {
+        "prefill.shared_buffers": 2,
+        "pool.dram_bytes": "4MiB",
+        "pool.checksum": "on",
+        "faults.pool_delay_s": 0.02,
+        "faults.read_delay_s": 0.01,
+        "runtime.heartbeat_s": 0.2,
+    }
+    with Cluster(checkpoints["glm_moe_dsa"], fields) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def oracle(oracles: dict[str, Oracle]) -> Oracle:
+    return oracles["glm_moe_dsa"]
+
+
+def ask(cluster: Cluster, oracle: Oracle, length: int) -> Completion:
+    """One right answer."""
+    answer = cluster.complete(prompt_of(length), NEW_TOKENS, ignore_eos=True)
+    assert_tokens_match(answer.tokens, oracle.greedy(prompt_of(length), NEW_TOKENS))
+    return answer
+
+
+def cached(answer: Completion) -> int:
+    tokens: int = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def test_a_pool_too_small_for_all_prompts_evicts_and_answers_stay_right(slow: Cluster, oracle: Oracle) -> None:
+    """Field failure C21: objects in use never leave the pool, cached ones make room, nothing is short of blocks."""
+    for length in (*MANY, *MANY):
+        ask(slow, oracle, length)
+    slow.wait_idle()
+
+    def evicted() -> bool:
+        status = slow.worker(PREFILL).status
+        return status.counters["pool_evictions"] > 0 and status.gauges["pool_cached_objects"] > 0
+
+    slow.wait_for(evicted, 10, lambda: "nothing was evicted")
+    gauges = slow.worker(PREFILL).status.gauges
+    assert 0 < gauges["pool_cached_bytes"] <= gauges["pool_total_bytes"] == 4 << 20
+
+
+def test_a_flipped_byte_in_the_pool_is_noticed_and_computed_again(slow: Cluster, oracle: Oracle) -> None:
+    """One bit of every 512 bytes of the pool's memory, whatever is stored there."""
+    ask(slow, oracle, LENGTH)
+    assert cached(ask(slow, oracle, LENGTH)) == LENGTH // 16 * 16 - 16
+    slow.wait_idle()
+    before = slow.worker(PREFILL).status.counters["wrong_checksums"]
+    for memory in (slow.root / "pool").glob("memfabric_hybrid_*"):
+        with memory.open("r+b") as file:
+            content = bytearray(file.read())
+            for position in range(100, len(content), 512):
+                content[position] ^= 1
+            file.seek(0)
+            file.write(content)
+    assert cached(ask(slow, oracle, LENGTH)) == 0
+    slow.wait_for(
+        lambda: slow.worker(PREFILL).status.counters["wrong_checksums"] > before, 10, lambda: "it was not noticed"
+    )
+
+
+def test_the_pools_service_killed_in_the_middle_of_a_step_costs_no_answer(slow: Cluster, oracle: Oracle) -> None:
+    """SIGKILL while steps are saved and loaded, and a new service at the same addresses."""
+    pid, answers = slow.pid_of(PREFILL), []
+    steps = slow.worker(PREFILL).status.counters["steps"]
+    request = threading.Thread(target=lambda: answers.append(ask(slow, oracle, 2 * LENGTH)))
+    request.start()
+
+    def at_work() -> bool:
+        status = slow.worker(PREFILL).status
+        return status.counters["steps"] > steps + 1 and status.running > 0
+
+    slow.wait_for(at_work, 30, lambda: "no step is under way")
+    service: psutil.Process = slow.process_of(POOL_SERVICE)
+    command, environment, folder = service.cmdline(), service.environ(), service.cwd()
+    service.kill()
+    with restarted(command, environment, folder):
+        request.join(60)
+        assert len(answers) == 1
+        assert slow.pid_of(PREFILL) == pid
+        slow.wait_for(lambda: cached(ask(slow, oracle, 500)) == 496, 60, lambda: "the pool is not used again")
+        slow.wait_idle()
+        slow.stop()
