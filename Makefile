@@ -106,7 +106,7 @@ bench-prefill: setup
 	$(BIN)/python -m benchmarks.prefill
 
 soak-prefill: setup
-	$(BIN)/python -m pytest --seeds 200 tests/prefill_node/test_slow_consumers.py
+	$(BIN)/python -m pytest --seeds 200 --timeout 1200 tests/prefill_node/test_slow_consumers.py tests/e2e/test_slow_consumers.py
 
 clean:
 	rm -rf build proto/gen $(VENV) run *.egg-info .mypy_cache .ruff_cache .hypothesis

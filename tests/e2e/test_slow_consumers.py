@@ -1,0 +1,66 @@
+"""The proof of tests/prefill_node/test_slow_consumers.py over the real wheels: `faults` make readers and pool slow.
+
+`--seeds N` asks N prompts of each deployment; from 20 on for one, two and three shared buffers (`make soak-prefill`).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.e2e.conftest import BASE
+from tests.e2e.test_equal_to_transformers import prompt_of
+from tests.oracle import Oracle, assert_tokens_match
+
+pytestmark = pytest.mark.cluster
+
+NEW_TOKENS = 3
+SLOW: dict[str, object] = BASE | {
+    "prefill.max_tokens_per_step": 64,
+    "pool.checksum": "on",
+    "faults.read_delay_s": 0.01,
+    "faults.pool_delay_s": 0.01,
+    "runtime.max_reruns": 0,
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    seeds = metafunc.config.getoption("--seeds")
+    metafunc.parametrize("seeds", [seeds])
+    metafunc.parametrize("shared", [1, 2, 3] if seeds >= 20 else [1])
+
+
+def prompts(seeds: int) -> list[list[int]]:
+    luck = random.Random(seeds)
+    return [prompt_of(luck.randint(70, 250)) for _ in range(seeds)]
+
+
+def test_answers_are_right_however_slow_the_consumers(
+    checkpoints: dict[str, Path], oracles: dict[str, Oracle], seeds: int, shared: int
+) -> None:
+    with Cluster(checkpoints["glm_moe_dsa"], SLOW | {"prefill.shared_buffers": shared}) as cluster:
+        for prompt in prompts(seeds):
+            answer = cluster.complete(prompt, NEW_TOKENS, ignore_eos=True)
+            assert_tokens_match(answer.tokens, oracles["glm_moe_dsa"].greedy(prompt, NEW_TOKENS))
+
+
+def test_without_the_gate_requests_are_lost_but_none_is_answered_wrongly(
+    checkpoints: dict[str, Path], oracles: dict[str, Oracle], seeds: int, shared: int
+) -> None:
+    lost = 0
+    fields = SLOW | {"prefill.shared_buffers": shared, "faults.reuse_gate_off": "true"}
+    with Cluster(checkpoints["glm_moe_dsa"], fields) as cluster:
+        for prompt in prompts(seeds):
+            body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+            response = cluster.post("/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
+            if response.status_code == 503:
+                lost += 1
+                assert "reused slot" in response.text
+                continue
+            assert response.status_code == 200, response.text
+            tokens = response.json()["choices"][0]["token_ids"]
+            assert_tokens_match(tokens, oracles["glm_moe_dsa"].greedy(prompt, NEW_TOKENS))
+    assert lost, "no reader was overtaken: the deployment proves nothing"
