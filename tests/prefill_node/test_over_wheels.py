@@ -49,7 +49,7 @@ class Deployment:
             "transfer": {"store_port": store},
             "pool": {"dram_bytes": 64 << 20, "meta_port": meta, "config_port": config_store, "metrics_port": metrics},
             "grpc": {"port": grpc_port},
-            "runtime": {"run_dir": str(folder)},
+            "runtime": {"run_dir": str(folder), "heartbeat_s": 0.2},
         }
         self.config: SluiceConfig = build_config(tree)
         self.root = Path("/dev/shm") / f"sluice-prefill-test-{os.getpid()}-{secrets.token_hex(3)}"
