@@ -153,7 +153,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
     stack.callback(backend.close)
-    watch = _watch(plan, joining, pool)
+    watch = _watch(plan, joining)
     stack.callback(watch.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
     rank = PrefillRank(
@@ -225,12 +225,12 @@ def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> MemPool:
     return pool
 
 
-def _watch(plan: RankPlan, joining: JoiningPool, pool: GuardedPool) -> PoolWatch:
+def _watch(plan: RankPlan, joining: JoiningPool) -> PoolWatch:
     """Rank 0 also measures the pool, for its group."""
     config = plan.config
     metrics_url = f"http://{config.runtime.host}:{config.pool.metrics_port}"
     measure = partial(pool_usage, metrics_url) if plan.info.tp_rank == 0 else None
-    return PoolWatch(joining.join, pool, measure, period_s=config.runtime.heartbeat_s)
+    return PoolWatch(joining, measure, period_s=config.runtime.heartbeat_s)
 
 
 def _with_faults(plan: RankPlan, pool: PoolClient) -> PoolClient:

@@ -41,6 +41,11 @@ class JoiningPool(WrappedPool):
         self._lock = threading.Lock()
         self._trying = threading.Lock()
 
+    @property
+    def missing(self) -> str:
+        """Why it has not been joined; empty when it has."""
+        return self._cause if self._pool is None else ""
+
     def join_within(self, seconds: float) -> None:
         """The first try; it goes on by itself if it takes longer. Raises what `open_pool` raises but PoolError."""
         failures: list[Exception] = []

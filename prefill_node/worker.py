@@ -95,7 +95,7 @@ class PrefillWorker:
         if (parts := self._parts) is not None:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
             answer.counters["transfer_wait_seconds"] = parts.backend.transfer_wait_seconds
-            status.add_health(answer, parts.pool.down, parts.pool.counters())
+            status.add_health(answer, parts.pool.down or parts.watch.missing, parts.pool.counters())
             if (usage := parts.watch.usage) is not None:
                 status.add_pool_usage(answer, usage)
             status.add_saves(answer, parts.saver.counters(), config.pool.dram_bytes)

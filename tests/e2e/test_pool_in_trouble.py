@@ -6,13 +6,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster import Cluster, Completion
 from tests.e2e.conftest import BASE
 from tests.e2e.test_equal_to_transformers import prompt_of
-from tests.e2e.test_prefix_reuse import POOL_SERVICE, restarted
+from tests.e2e.test_prefix_reuse import POOL_SERVICE
 from tests.oracle import Oracle, assert_tokens_match
 
 pytestmark = pytest.mark.cluster
@@ -31,11 +30,13 @@ def slow(checkpoints: dict[str, Path]) -> Iterator[Cluster]:
         "prefill.shared_buffers": 2,
         "pool.dram_bytes": "4MiB",
         "pool.checksum": "on",
+        "pool.timeout_s": 5.0,
         "faults.pool_delay_s": 0.02,
         "faults.read_delay_s": 0.01,
         "runtime.heartbeat_s": 0.2,
+        "runtime.restart": "true",
     }
-    with Cluster(checkpoints["glm_moe_dsa"], fields) as cluster:
+    with Cluster(checkpoints["glm_moe_dsa"], fields, may_hang=True) as cluster:
         yield cluster
 
 
@@ -91,8 +92,12 @@ def test_a_flipped_byte_in_the_pool_is_noticed_and_computed_again(slow: Cluster,
 
 
 def test_the_pools_service_killed_in_the_middle_of_a_step_costs_no_answer(slow: Cluster, oracle: Oracle) -> None:
-    """SIGKILL while steps are saved and loaded, and a new service at the same addresses."""
-    pid, answers = slow.pid_of(PREFILL), []
+    """SIGKILL while steps are saved and loaded; `sluice up` starts a new service.
+
+    A call of MemCache's client that meets this may never return. Then the worker ends, because a copy could still be
+    under way, and the request is run again on the one that takes its place.
+    """
+    answers: list[Completion] = []
     steps = slow.worker(PREFILL).status.counters["steps"]
     request = threading.Thread(target=lambda: answers.append(ask(slow, oracle, LONG)))
     request.start()
@@ -102,13 +107,7 @@ def test_the_pools_service_killed_in_the_middle_of_a_step_costs_no_answer(slow: 
         return status.counters["steps"] > steps + 1 and status.running > 0
 
     slow.wait_for(at_work, 30, lambda: "no step is under way")
-    service: psutil.Process = slow.process_of(POOL_SERVICE)
-    command, environment, folder = service.cmdline(), service.environ(), service.cwd()
-    service.kill()
-    with restarted(command, environment, folder):
-        request.join(60)
-        assert len(answers) == 1
-        assert slow.pid_of(PREFILL) == pid
-        slow.wait_for(lambda: cached(ask(slow, oracle, 500)) == 496, 60, lambda: "the pool is not used again")
-        slow.wait_idle()
-        slow.stop()
+    slow.process_of(POOL_SERVICE).kill()
+    request.join(100)
+    assert len(answers) == 1
+    ask(slow, oracle, LENGTH)

@@ -178,15 +178,14 @@ def test_a_defect_in_joining_ends_the_start():
 def test_status_is_true_also_while_nobody_asks():
     door = Door()
     joining = JoiningPool(door, retry_s=0.01)
-    guarded = GuardedPool(joining, retry_s=0.01)
     answers = [PoolUsage(10, 100, 1, 0)]
-    watch = PoolWatch(joining.join, guarded, lambda: door() and answers[0], period_s=0.01)
-    eventually(lambda: "nobody listens" in guarded.down)
+    watch = PoolWatch(joining, lambda: door() and answers[0], period_s=0.01)
+    eventually(lambda: "nobody listens" in watch.missing)
     assert watch.usage is None
     door.open = True
-    eventually(lambda: not guarded.down and watch.usage == answers[0])
-    door.pool.fail.add("exists")
-    eventually(lambda: "fails on demand" in guarded.down)
+    eventually(lambda: not watch.missing and watch.usage == answers[0])
+    door.open = False
+    eventually(lambda: "nobody listens" in watch.missing and watch.usage is None)
     watch.close()
     joining.close()
 
