@@ -136,7 +136,8 @@ class TransferSection(Section):
     )
     checksum: Annotated[Literal["off", "sample", "all"], BeforeValidator(_switch)] = Field(
         "off",
-        description="which blocks prefill sends checksums of and decode compares after its read; sample: every 16th",
+        description="which blocks prefill sends checksums of and decode compares after its read; all: one more pass "
+        "over the bytes on each side (`make bench-transfer` times it); sample: every 16th block",
     )
     handshake_timeout_s: Seconds = Field(20.0, description="deadline of opening a link to a new peer")
     store_port: Port = Field(0, description="MemFabric config store; 0 = a free port")

@@ -25,7 +25,6 @@ def quiet() -> Iterator[None]:
         (Budget(layers=2, jumps=1, duplicates=1), 1_000),
         (Budget(layers=2, failures=1, timeouts=1, duplicates=1), 200),
         (Budget(layers=1, jumps=1, failures=1, timeouts=1), 1_000),
-        (Budget(layers=1, jumps=2), 500),
     ],
     ids=str,
 )
