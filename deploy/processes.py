@@ -62,15 +62,22 @@ def prefill_group(run: Run, group: int, room: Room) -> list[ChildSpec]:
 
 def decode_group(run: Run, group: int, room: Room) -> list[ChildSpec]:
     """Its workers, in the order of their devices; TP rank 0 of each DP rank leads."""
+    specs: list[ChildSpec] = []
+    for dp_rank in range(run.config.decode.dp):
+        specs += decode_replica(run, group, dp_rank, room.after(len(specs)))
+    return specs
+
+
+def decode_replica(run: Run, group: int, dp_rank: int, room: Room) -> list[ChildSpec]:
+    """The TP ranks of one DP rank, in the order of their devices; the first one leads."""
     section = run.config.decode
     specs: list[ChildSpec] = []
-    for dp_rank in range(section.dp):
-        meeting = _rendezvous(run, f"decode-{group}.dp{dp_rank}")
-        for tp_rank in range(section.tp):
-            place = ["--group", str(group), "--dp-rank", str(dp_rank), "--tp-rank", str(tp_rank), *meeting]
-            arguments = [*place, *room.after(len(specs)).arguments]
-            name = f"decode-{group}/dp{dp_rank}/tp{tp_rank}"
-            specs.append(_worker(run, name, "decode_node.main", arguments, section.threads))
+    meeting = _rendezvous(run, f"decode-{group}.dp{dp_rank}")
+    for tp_rank in range(section.tp):
+        place = ["--group", str(group), "--dp-rank", str(dp_rank), "--tp-rank", str(tp_rank), *meeting]
+        arguments = [*place, *room.after(tp_rank).arguments]
+        name = f"decode-{group}/dp{dp_rank}/tp{tp_rank}"
+        specs.append(_worker(run, name, "decode_node.main", arguments, section.threads))
     return specs
 
 

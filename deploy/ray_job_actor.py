@@ -5,13 +5,12 @@ from __future__ import annotations
 import ray.util
 
 from deploy import processes
-from deploy.child import ChildSpec
 from deploy.part import Part
 from deploy.ports import PortChooser
-from deploy.resolve import Run, check
-from deploy.restarts import unit_of
+from deploy.resolve import check
 from deploy.supervisor import StopPhase
-from engine.config import SluiceConfig
+from deploy.units import Unit
+from engine.config import ConfigError, SluiceConfig
 
 
 class UnitActor:
@@ -21,17 +20,17 @@ class UnitActor:
     asked any more belongs to a job that is dead, and Ray ends it.
     """
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._part: Part | None = None
 
     def __repr__(self) -> str:  # what Ray puts in front of lines in the job's log
-        return self._unit
+        return self._unit.name
 
     def start(self, config: SluiceConfig) -> str:
         """Starts the processes and returns this node's address. `config` lacks only what differs from node to node.
 
-        Raises ConfigError: the checkpoint is not on this node, or a folder or port cannot be used.
+        Raises ConfigError: the checkpoint is not on this node, a folder or port cannot be used, no NPUs are asked for.
         """
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         store_port = PortChooser().choose("transfer.store_port", host, config.transfer.store_port)
@@ -41,8 +40,12 @@ class UnitActor:
                 "transfer": config.transfer.model_copy(update={"store_port": store_port}),
             }
         )
+        if processes.has_driver() and "NPU" not in self._unit.resources:
+            raise ConfigError(
+                f"ray.{self._unit.role}_resources names no NPU, so Ray gives {self._unit.name} none on {host}"
+            )
         check(here)
-        self._part = Part(here, self._unit, self._processes)
+        self._part = Part(here, self._unit.name, self._unit.processes)
         return host
 
     def look(self) -> list[str]:
@@ -52,7 +55,4 @@ class UnitActor:
     def stop(self, within_s: float) -> list[str]:
         """Ends the processes, removes what they leave; returns the names of those that had to be killed."""
         part, self._part = self._part, None
-        return [] if part is None else part.stop([StopPhase((f"{self._unit}/",), within_s)])
-
-    def _processes(self, run: Run) -> list[ChildSpec]:
-        return [spec for spec in processes.workers(run) if unit_of(spec.name) == self._unit]
+        return [] if part is None else part.stop([StopPhase((f"{self._unit.name}/",), within_s)])

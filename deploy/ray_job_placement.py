@@ -59,4 +59,4 @@ class Placement:
         place_in = ray.remote(UnitActor).options(
             num_cpus=unit.resources.get("CPU", 0), resources=custom, max_restarts=0, scheduling_strategy=place
         )
-        return place_in.remote(unit.name)
+        return place_in.remote(unit)

@@ -28,6 +28,8 @@ _STATUS_PERIOD_S = 1.0
 _EXPLAIN_S = 5.0
 _STOP_WAIT_S = 3.0  # Ray's default of RAY_JOB_STOP_WAIT_TIME_S
 _STOP_MARGIN_S = 1.2  # of that, for what is not the processes' own end
+_SERVERS_END_S = 3.5
+_SWEEP_S = 0.5
 
 
 class RayJob:
@@ -112,16 +114,26 @@ class RayJob:
         return sum(worker.health == "ready" for worker in status.workers)
 
     def _end(self, servers: Part, placed: Units) -> None:
-        """Ray kills this process RAY_JOB_STOP_WAIT_TIME_S after its signal; so much is shared out here."""
+        """Ray kills this process RAY_JOB_STOP_WAIT_TIME_S after its signal; so much is shared out here.
+
+        Workers are asked to end together with the servers, or after them if these are to end their requests first.
+        """
         self._say("stopping")
-        within = max(1.0, float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", _STOP_WAIT_S)) - _STOP_MARGIN_S)
-        deadline = time.monotonic() + within + 0.5
-        calls = placed.ask_to_stop(within)
-        servers.stop([StopPhase((processes.META_SERVER,), within), StopPhase((processes.POOL_SERVICE,), 0.0)])
+        wait_s = float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", _STOP_WAIT_S))
+        deadline = time.monotonic() + max(1.0, wait_s - _STOP_MARGIN_S)
+        drain_s = self._plan.config.runtime.drain_s
+        calls = [] if drain_s else placed.ask_to_stop(_left(deadline))
+        servers_s = min(drain_s + _SERVERS_END_S, _left(deadline))
+        servers.stop([StopPhase((processes.META_SERVER,), servers_s), StopPhase((processes.POOL_SERVICE,), 0.0)])
+        calls = calls or placed.ask_to_stop(_left(deadline))
         if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=max(0.0, deadline - time.monotonic()))
+            ray.wait(calls, num_returns=len(calls), timeout=_left(deadline) + _SWEEP_S)
         placed.end()
         self._say("stopped")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

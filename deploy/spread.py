@@ -40,6 +40,7 @@ class ClusterPlan:
                     update={"root": config.hostcann.root or str(default_parent() / f"job-{secrets.token_hex(4)}")}
                 ),
                 "grpc": config.grpc.model_copy(update={"host": grpc_host}),
+                "pool": config.pool.model_copy(update={"host": host}),
                 "runtime": config.runtime.model_copy(update={"host": host, "restart": True}),
             }
         )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from deploy import processes
+from deploy.child import ChildSpec
+from deploy.resolve import Run
 from engine.config import SluiceConfig
 
 _NOT_SHOWN = ("memory", "object_store_memory")
@@ -18,9 +22,29 @@ class Unit:
     together, by the names of Ray.
     """
 
-    name: str
+    role: Literal["prefill", "decode"]
+    group: int
+    dp_rank: int  # 0 for prefill
     ranks: int
     resources: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """As `unit_of` in deploy/restarts.py has it."""
+        return f"prefill-{self.group}" if self.role == "prefill" else f"decode-{self.group}/dp{self.dp_rank}"
+
+    def processes(self, run: Run) -> list[ChildSpec]:
+        """Its worker processes, on the machine where they are to run.
+
+        With a real driver a unit sees the devices it was given, numbered from 0. Emulated ones are shared by the units
+        of a machine and numbered through the deployment.
+        """
+        config, local = run.config, processes.has_driver()
+        if self.role == "prefill":
+            device = 0 if local else config.prefill_device(self.group, 0)
+            return processes.prefill_group(run, self.group, processes.Room(device, 0))
+        device = 0 if local else config.decode_device(self.group, self.dp_rank, 0)
+        return processes.decode_replica(run, self.group, self.dp_rank, processes.Room(device, 0))
 
     def __str__(self) -> str:
         needs = ", ".join(f"{name} {amount:g}" for name, amount in self.resources.items())
@@ -28,14 +52,14 @@ class Unit:
 
 
 def units(config: SluiceConfig) -> list[Unit]:
-    """All units, prefill before decode, under the names of deploy/restarts.py's `unit_of`."""
+    """All units, prefill before decode."""
     prefill, decode, ray = config.prefill, config.decode, config.ray
     found = [
-        Unit(f"prefill-{group}", prefill.tp, _resources(config, prefill.tp, ray.prefill_resources))
+        Unit("prefill", group, 0, prefill.tp, _resources(config, prefill.tp, ray.prefill_resources))
         for group in range(prefill.groups)
     ]
     found += [
-        Unit(f"decode-{group}/dp{dp_rank}", decode.tp, _resources(config, decode.tp, ray.decode_resources))
+        Unit("decode", group, dp_rank, decode.tp, _resources(config, decode.tp, ray.decode_resources))
         for group in range(decode.groups)
         for dp_rank in range(decode.dp)
     ]

@@ -32,6 +32,7 @@ def test_units_know_the_meta_server_by_an_address_that_they_reach() -> None:
     everywhere = plan(grpc={"host": "0.0.0.0", "port": 0}, http={"host": "0.0.0.0", "port": 0})
     assert everywhere.for_servers.grpc.host == "0.0.0.0"
     assert everywhere.for_units.grpc.host == HOST
+    assert everywhere.for_units.pool_host == everywhere.for_servers.pool_host == HOST
     assert everywhere.http_url.startswith(f"http://{HOST}:")
 
 

@@ -33,8 +33,18 @@ def test_a_unit_has_all_ranks_of_a_tp_group() -> None:
 
 def test_every_worker_belongs_to_one_unit(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = written(LARGE, tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("root"))
-    ranks = [unit_of(spec.name) for spec in processes.workers(run)]
-    assert {unit.name: unit.ranks for unit in units(LARGE)} == {name: ranks.count(name) for name in ranks}
+    assert [spec for unit in units(LARGE) for spec in unit.processes(run)] == processes.workers(run)
+    assert all(unit_of(spec.name) == unit.name for unit in units(LARGE) for spec in unit.processes(run))
+
+
+def test_on_npus_a_unit_numbers_the_devices_it_was_given(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "has_driver", lambda: True)
+    run = written(LARGE, tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("root"))
+    for unit in units(LARGE):
+        argv = [list(spec.argv) for spec in unit.processes(run)]
+        assert [arguments[arguments.index("--device") + 1] for arguments in argv] == [str(n) for n in range(unit.ranks)]
 
 
 def test_resources_of_ray_itself_are_refused_as_custom_ones() -> None:

@@ -71,13 +71,13 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[
         time.sleep(0.2)
 
 
-def deployment_processes() -> list[psutil.Process]:
-    """Processes of deployments in this network namespace."""
-    ours = os.readlink("/proc/self/ns/net")
+def deployment_processes(*others: int) -> list[psutil.Process]:
+    """Processes of deployments in this network namespace, and in those of the processes with the ids `others`."""
+    ours = {os.readlink(f"/proc/{process}/ns/net") for process in ("self", *others)}
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if os.readlink(f"/proc/{process.pid}/ns/net") != ours or process.status() == psutil.STATUS_ZOMBIE:
+            if os.readlink(f"/proc/{process.pid}/ns/net") not in ours or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if any(argument.startswith(_MODULES) for argument in process.cmdline()):
                 found.append(process)
@@ -94,6 +94,16 @@ def folders_of(processes: Sequence[psutil.Process]) -> set[Path]:
     return folders
 
 
+def end_with_children(process: subprocess.Popen[bytes]) -> None:
+    """Signals the process that was started; what is left of it and its children after a while is killed."""
+    everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(everything, timeout=20)
+    for left in alive:
+        left.kill()
+    process.wait(20)
+
+
 def sluice_ready(log: str) -> tuple[str, str] | None:
     """HTTP URL and gRPC address that a deployment has announced, the latest of them."""
     said = _READY.findall(log)
@@ -103,15 +113,17 @@ def sluice_ready(log: str) -> tuple[str, str] | None:
 class RayHead:
     """`ray start --head`, ended by a signal to the process that was started, never by name."""
 
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        """`address` is the node's own."""
+        self._address = address
+
     def __enter__(self) -> RayHead:
         self._folder = Path(tempfile.mkdtemp(prefix="ray-t-", dir="/tmp"))
         with (self._folder / "head.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     *shlex.split(documented("ray start --head")),
-                    "--node-ip-address=127.0.0.1",
-                    "--temp-dir",
-                    self._folder,
+                    *(f"--node-ip-address={self._address}", f"--temp-dir={self._folder}"),
                 ],
                 env=environment(),
                 stdout=log,
@@ -122,12 +134,7 @@ class RayHead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        everything = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(everything, timeout=20)
-        for process in alive:
-            process.kill()
-        self._process.wait(20)
+        end_with_children(self._process)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serves(self) -> bool:
