@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -175,6 +175,33 @@ class RayHead:
         wait_for(ready, timeout_s, lambda: self.log(job))
         assert found is not None
         return found
+
+
+@contextlib.contextmanager
+def job_of(cluster: str, log: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The job's documented command with further arguments, on the Ray cluster at an address, as Ray itself runs it."""
+    command = [*shlex.split(documented("ray job submit").partition(" -- ")[2]), *more]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment() | {"RAY_ADDRESS": cluster},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_announced(log: Path) -> tuple[str, str]:
+    """HTTP URL and gRPC address, once a log shows them."""
+    wait_for(lambda: sluice_ready(log.read_text()) is not None, 120, log.read_text)
+    found = sluice_ready(log.read_text())
+    assert found is not None
+    return found
 
 
 def run(*command: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,8 +22,10 @@ from tests.ray.ray_cli import (
     end_with_children,
     environment,
     folders_of,
+    job_of,
     options,
     run,
+    wait_announced,
     wait_for,
 )
 from tests.ray.requests import PROMPT, greedy
@@ -66,18 +70,19 @@ def second_node(host: int) -> Iterator[None]:
         end_with_children(started)
 
 
-def test_units_on_two_hosts_reach_each_other_and_the_head(node: int) -> None:
-    with RayHead(HEAD) as head, second_node(node):
-        everywhere = {"http__host": "0.0.0.0", "grpc__host": "0.0.0.0"}
-        head.submit("two-hosts", *options(ray__strategy="strict_spread", **everywhere))
-        http_url, grpc_address = head.wait_ready("two-hosts")
+def test_units_on_two_hosts_reach_each_other_and_the_head(node: int, tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    fields = options(ray__strategy="strict_spread", http__host="0.0.0.0", grpc__host="0.0.0.0")
+    with RayHead(HEAD), second_node(node), job_of(f"{HEAD}:6379", log, *fields) as job:
+        http_url, grpc_address = wait_announced(log)
         assert http_url.startswith(f"http://{HEAD}:") and grpc_address.startswith(f"{HEAD}:")
         with Client(grpc_address) as client:
             assert_tokens_match(list(greedy(client, 24)), Oracle(PASSKEY_GLM).greedy(PROMPT, 24))
             addresses = {worker.info.grpc_address.rpartition(":")[0] for worker in client.status().workers}
         assert addresses == {HEAD, NODE}
-        assert '"status"' in run("nsenter", "--target", str(node), "--net", "curl", "-s", f"{http_url}/health")
+        assert '"ready"' in run("nsenter", "--target", str(node), "--net", "curl", "-s", f"{http_url}/health")
         folders = folders_of(deployment_processes(node))
-        head.stop("two-hosts")
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(10) == 0, log.read_text()
         wait_for(lambda: not deployment_processes(node), 10, lambda: f"left: {deployment_processes(node)}")
         assert [folder for folder in folders if folder.exists()] == []

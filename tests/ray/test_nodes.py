@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,16 +14,14 @@ from ray.cluster_utils import Cluster
 
 from deploy.client import Client
 from tests.checkpoints import PASSKEY_GLM
-from tests.cluster import REPOSITORY
 from tests.oracle import Oracle, assert_tokens_match
 from tests.ray.ray_cli import (
     OBJECT_STORE_BYTES,
     deployment_processes,
-    documented,
-    environment,
     folders_of,
+    job_of,
     options,
-    sluice_ready,
+    wait_announced,
     wait_for,
 )
 from tests.ray.requests import PROMPT, greedy, pids
@@ -53,27 +50,14 @@ def job(cluster: Any, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The job's own command, as Ray runs it on the head."""
     for _ in range(2):
         cluster.add_node(num_cpus=2, resources={"NPU": 2}, object_store_memory=OBJECT_STORE_BYTES)
-    command = shlex.split(documented("ray job submit").partition(" -- ")[2])
-    command += options(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=environment() | {"RAY_ADDRESS": cluster.address},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    yield process
-    process.kill()
-    process.wait()
+    resources = options(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}")
+    with job_of(cluster.address, log, *resources) as running:
+        yield running
 
 
 def test_a_lost_node_is_replaced(cluster: Any, job: subprocess.Popen[bytes], log: Path) -> None:
-    wait_for(lambda: sluice_ready(log.read_text()) is not None, 120, log.read_text)
-    found = sluice_ready(log.read_text())
-    assert found is not None
     oracle = Oracle(PASSKEY_GLM).greedy(PROMPT, 24)
-    with Client(found[1]) as client:
+    with Client(wait_announced(log)[1]) as client:
         before = pids(client)
         homes = {worker: raylet_of(pid) for worker, pid in before.items()}
         assert homes["prefill-0/tp0"] != homes["decode-0/dp0/tp0"], "P and D are spread over the nodes"
