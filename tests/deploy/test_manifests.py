@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,3 +173,12 @@ def test_a_group_has_the_devices_of_its_workers() -> None:
         resources = pods("ascend-a3")[role][0]["containers"][0]["resources"]
         for kind in ("requests", "limits"):
             assert resources[kind]["huawei.com/Ascend910"] == str(count)
+
+
+def test_the_image_is_built_from_all_native_sources() -> None:
+    """They are copied one by one, so that a change of Python code does not build them again."""
+    cmake = (REPOSITORY / "CMakeLists.txt").read_text(encoding="utf-8")
+    folders = re.findall(r"^\s*add_subdirectory\(([\w/]+)\)", cmake, re.MULTILINE)
+    assert "transfer/hostcann" in folders
+    lines = (REPOSITORY / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert [folder for folder in folders if f"COPY {folder} {folder}" not in lines] == []
