@@ -105,7 +105,7 @@ class CopyBench:
         """Attention alone."""
         self._call(run, copy=False, attend=True)
 
-    def library(self, run: int) -> None:
+    def with_torch(self, run: int) -> None:
         """The same with torch: index the misses over, gather the selection, bfloat16 matrix products and softmax."""
         slots, ids, *_ = self.variants[run % _VARIANTS]
         layer, per_row = run % len(self.hot_ckv), self.shape.rows
@@ -141,7 +141,7 @@ def run(now: Callable[[], float], budget_s: float, gemm_rate: float, copy_rate: 
         ceiling = 1 / max(1 - copying, copying)
         note = f"copies are {copying:.0%} of the time apart: perfect overlap would give {ceiling:.2f}x"
         rows.append(speedup_row(f"{shape.label}: over copy, then attention", pair, 1.25, note))
-        torch_pair = time_in_turns(bench.fused, bench.library, budget_s=budget_s / 2, now=now)
+        torch_pair = time_in_turns(bench.fused, bench.with_torch, budget_s=budget_s / 2, now=now)
         rows.append(speedup_row(f"{shape.label}: over torch's copy, gather, GEMM and softmax", torch_pair, None))
         total = shape.batch * shape.rows
         products = 2 * total * shape.heads * TOPK * (2 * LATENT + ROPE)
