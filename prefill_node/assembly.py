@@ -77,8 +77,11 @@ class RankPlan:
     rendezvous: str  # where the group's ranks meet, a torch.distributed URL; unused with one rank
 
 
-def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[str], None]) -> RankParts:
-    """Loads the model, takes the device memory, opens the transfers; `stack` closes what must take its leave.
+def assemble(
+    plan: RankPlan, stack: contextlib.ExitStack, farewell: contextlib.ExitStack, progress: Callable[[str], None]
+) -> RankParts:
+    """Loads the model, takes the device memory, opens the transfers; `stack` closes what must take its leave, and
+    `farewell` leaves the pool, as the last thing the process does.
 
     Device memory and the transfer engine are left to the end of the process: readers may be at work until then.
 
@@ -103,7 +106,7 @@ def assemble(plan: RankPlan, stack: contextlib.ExitStack, progress: Callable[[st
     engine = _open_engine(plan, buffers)
     progress("opening the pool")
     joining = JoiningPool(partial(_open_pool, plan, buffers))
-    stack.callback(joining.close)
+    farewell.callback(joining.close)
     joining.join_within(config.pool.timeout_s)
     pool = GuardedPool(_with_faults(plan, joining))
     gate = ReuseGate(

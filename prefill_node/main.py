@@ -14,10 +14,12 @@ from prefill_node.assembly import RankPlan
 from prefill_node.identity import Place, worker_info
 from prefill_node.shape import prefill_shape
 from prefill_node.worker import PrefillWorker
-from transfer.hostcann.runtime import end_process, end_process_within
+from transfer.hostcann.runtime import end_process, end_process_within, ended_in_time
+from transfer.last_act import last_act
 
 STOP_TIMEOUT_S = 4.0  # for the step under way and the closing of the transfers
 END_TIMEOUT_S = 6.5  # for all of a stop; then the process ends as it is
+LEAVE_TIMEOUT_S = 2.5  # for leaving the pool afterwards
 
 
 def main() -> int:
@@ -42,7 +44,12 @@ def main() -> int:
     except ValueError as error:  # every error of configuration and checkpoint is one
         print(f"{place.worker_id}: {error}", file=sys.stderr)
         return 1
-    return asyncio.run(_serve(plan, arguments.grpc_port))
+    worker = PrefillWorker(plan)
+    code = asyncio.run(_serve(plan, worker, arguments.grpc_port))
+    ended_in_time()
+    last_act(LEAVE_TIMEOUT_S, code)
+    worker.leave_pool()
+    return code
 
 
 def _plan(config: SluiceConfig, place: Place, device: int, rendezvous: str) -> RankPlan:
@@ -58,8 +65,7 @@ def _plan(config: SluiceConfig, place: Place, device: int, rendezvous: str) -> R
     return RankPlan(config, model, shape, info, place.group, rendezvous)
 
 
-async def _serve(plan: RankPlan, grpc_port: int) -> int:
-    worker = PrefillWorker(plan)
+async def _serve(plan: RankPlan, worker: PrefillWorker, grpc_port: int) -> int:
     process = WorkerProcess(plan.config, plan.info, worker.status, grpc_port)
     await process.start(worker.add_services)
     loop = asyncio.get_running_loop()

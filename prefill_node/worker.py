@@ -50,6 +50,7 @@ class PrefillWorker:
         self._leader: PrefillLeader | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._farewell = contextlib.ExitStack()
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """Rank 0 serves prompts, the others nothing of their own."""
@@ -84,6 +85,10 @@ class PrefillWorker:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def leave_pool(self) -> None:
+        """The last thing the process does (`transfer/last_act.py`), after `stop`: the pool's memory goes with it."""
+        self._farewell.close()
 
     def status(self) -> common_pb2.WorkerStatus:
         """A snapshot; called on the event loop, does not block."""
@@ -124,7 +129,7 @@ class PrefillWorker:
 
     def _serve(self, stack: contextlib.ExitStack, on_ready: Callable[[], object]) -> None:
         try:
-            self._parts = parts = assemble(self._plan, stack, self._progress)
+            self._parts = parts = assemble(self._plan, stack, self._farewell, self._progress)
             if self._plan.info.tp_rank == 0:
                 self._lead(parts, stack, on_ready)
             else:

@@ -247,7 +247,8 @@ class MemPool:
     def close(self) -> None:
         """Leave the pool, taking this process's memory out of it. Idempotent.
 
-        Leaving can hang when another member was killed before; after 2.5 s it is left to the end of the process.
+        The wheel may keep the interpreter lock meanwhile, and can hang when another member was killed before; if it
+        lets the lock go, it is left to the end of the process after 2.5 s. `transfer.last_act` bounds all of it.
         """
         if self._closed:
             return
