@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks.harness import Row, Timing, row_of
 from benchmarks.prefill_side import CONFIG
@@ -26,10 +29,11 @@ from deploy.ports import can_connect
 from deploy.processes import driver_environment, pool_service
 from deploy.resolve import resolved
 from engine.config import load_config
+from prefill_node.block_checksums import broken, seal
 from prefill_node.geometry import KvGeometry
-from prefill_node.pool_layout import Copy, PoolObjectLayout, TensorAddress
+from prefill_node.pool_layout import CHECKSUM_BYTES, Copy, PoolObjectLayout, TensorAddress
 from transfer.hostcann import runtime
-from transfer.mem_pool import MemPool
+from transfer.mem_pool import MemPool, PoolError
 
 _LAYERS = 8
 _TOKENS = 2048  # of a step
@@ -43,6 +47,7 @@ _MODEL_ROWS: dict[str, Any] = {
 _BLOCK_SIZES = (16, 128)
 _GOAL = 0.5
 _REGION = 16 << 20  # device memory of a layer
+_LEASE_MS = 60_000
 
 
 def pool_rows(console: Console) -> list[Row]:
@@ -91,37 +96,67 @@ def _seconds(call: Callable[[int], object]) -> Timing:
 class _Step:
     """The blocks of a step of `_TOKENS` tokens: every layer's lie in a region of device memory and in pool objects."""
 
-    def __init__(self, block_size: int, pool: MemPool, memory: int) -> None:
+    def __init__(self, block_size: int, pool: MemPool, memory: int, *, checksums: bool) -> None:
         geometry = KvGeometry(block_size=block_size, indexer_layers=frozenset(range(_LAYERS)), **_MODEL_ROWS)
-        self._pool, self._memory = pool, memory
-        self._layout = PoolObjectLayout(geometry, _LAYERS)
+        self._pool = pool
+        self._layout = PoolObjectLayout(geometry, _LAYERS, checksums=checksums)
         self._blocks = list(range(_TOKENS // block_size))
         self._planes = [size for size in geometry.layer_block(0) if size]
-        self.keys = [f"{block_size}-{block}" for block in self._blocks]
+        self._tensors = [self._places(memory + layer * _REGION) for layer in range(_LAYERS)]
+        self._words = [self._words_behind(tensors[-1]) for tensors in self._tensors] if checksums else None
+        self._what = f"blocks of {block_size} tokens" + ("" if checksums else ", without checksums")
+        self.keys = [f"{self._what} {block}" for block in self._blocks]
         self._objects = pool.alloc(self.keys, [self._layout.object_bytes] * len(self.keys))
 
     @property
     def layer_bytes(self) -> int:
         return sum(self._planes) * len(self._blocks)
 
-    @property
-    def pieces(self) -> int:
-        return len(self._planes) * len(self._blocks)
-
     def put(self, layer: int) -> None:
+        if self._words is not None:
+            seal(layer, self.keys, self._words[layer], self._tensors[layer], self._blocks, self._blocks)
         copy = self._copy(layer)
         self._pool.save(copy.pool, copy.device, copy.sizes)
 
     def get(self, layer: int) -> None:
         copy = self._copy(layer)
         self._pool.load(copy.pool, copy.device, copy.sizes)
+        if self._words is not None and broken(
+            layer, self.keys, self._words[layer], self._tensors[layer], self._blocks, self._blocks
+        ):
+            raise PoolError("what came back is not what was saved")
 
-    def _copy(self, layer: int) -> Copy:
-        address = self._memory + layer * _REGION
+    def row(self, verb: str, memcpy: Timing, timing: Timing) -> Row:
+        ratio = memcpy.median / timing.median
+        pieces = len(self._planes) * len(self._blocks)
+        return Row(
+            f"pool {verb}, {self._what}, over memcpy",
+            self.layer_bytes / timing.median / 1e9,
+            "GB/s",
+            self.layer_bytes / memcpy.median / 1e9,
+            ratio,
+            f">= {_GOAL}x",
+            ratio >= _GOAL,
+            (memcpy.median / timing.high, memcpy.median / timing.low),
+            f"a layer of {_TOKENS} tokens in {pieces} pieces of {self.layer_bytes // pieces} bytes on average",
+        )
+
+    def _places(self, address: int) -> list[TensorAddress]:
         tensors = []
         for size in self._planes:
             tensors.append(TensorAddress(address, size))
             address += size * len(self._blocks)
+        return tensors
+
+    def _words_behind(self, last: TensorAddress) -> Tensor:
+        address = last.address + last.block_bytes * len(self._blocks)
+        memory = (ctypes.c_char * (CHECKSUM_BYTES * len(self._blocks))).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.int32)
+
+    def _copy(self, layer: int) -> Copy:
+        tensors = self._tensors[layer]
+        if self._words is not None:
+            tensors = [*tensors, TensorAddress(self._words[layer].data_ptr(), CHECKSUM_BYTES)]
         return self._layout.copy(layer, tensors, self._blocks, self._blocks, self._objects)
 
 
@@ -134,13 +169,14 @@ def _measure(meta_url: str, config_store_url: str) -> list[Row]:
     pool.register(memory, _LAYERS * _REGION)
     plain = ctypes.create_string_buffer(_LAYERS * _REGION)
     rows = []
-    for block_size in _BLOCK_SIZES:
-        step = _Step(block_size, pool, memory)
-        spent = {"put": _seconds(step.put)}
+    for block_size, checksums in itertools.product(_BLOCK_SIZES, (True, False)):
+        step = _Step(block_size, pool, memory, checksums=checksums)
+        put = _seconds(step.put)
         pool.finish(step.keys)  # objects can be loaded only when they are finished, and saved to only until then
-        spent["get"] = _seconds(step.get)
+        pool.lease(step.keys, _LEASE_MS)
+        get = _seconds(step.get)
         memcpy = _seconds(partial(_plain_copy, ctypes.addressof(plain), memory, step.layer_bytes))
-        rows += [_row(f"pool {name}, blocks of {block_size} tokens", step, memcpy, spent[name]) for name in spent]
+        rows += [step.row("put", memcpy, put), step.row("get", memcpy, get)]
         pool.remove(step.keys)
     pool.close()
     return rows
@@ -148,21 +184,6 @@ def _measure(meta_url: str, config_store_url: str) -> list[Row]:
 
 def _plain_copy(target: int, source: int, nbytes: int, layer: int) -> None:
     ctypes.memmove(target + layer * _REGION, source + layer * _REGION, nbytes)
-
-
-def _row(name: str, step: _Step, memcpy: Timing, timing: Timing) -> Row:
-    ratio = memcpy.median / timing.median
-    return Row(
-        f"{name}, over memcpy",
-        step.layer_bytes / timing.median / 1e9,
-        "GB/s",
-        step.layer_bytes / memcpy.median / 1e9,
-        ratio,
-        f">= {_GOAL}x",
-        ratio >= _GOAL,
-        (memcpy.median / timing.high, memcpy.median / timing.low),
-        f"a layer of {_TOKENS} tokens in {step.pieces} pieces of {step.layer_bytes // step.pieces} bytes on average",
-    )
 
 
 def main() -> None:

@@ -154,9 +154,10 @@ class PoolSection(Section):
     metrics_port: Port = Field(0, description="MemCache REST metrics; 0 = a free port")
     timeout_s: Seconds = Field(20.0, description="deadline of one pool operation")
     checksum: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
-        "off",
+        "on",
         description="verify every block that is loaded from the pool; a wrong one is computed again. Without it, rows "
-        "of another prompt may be taken for a block's while the pool's service is being restarted",
+        "of another prompt may be taken for a block's while the pool's service is being restarted; what it costs, "
+        "`make bench-prefill` tells",
     )
 
 

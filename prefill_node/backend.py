@@ -123,7 +123,6 @@ class PrefillBackend:
         batch, buffer = self._current(), self._buffers.of_layer(layer)
         self.pool_errors.update(self._prefetcher.ready(layer))
         self._write(buffer, batch, rows)
-        self._seal(layer, batch)
         self._saver.save(layer, batch.chunks)
         self._publish(layer)
 
@@ -148,13 +147,6 @@ class PrefillBackend:
                 raise RuntimeError(f"request {chunk.request_id!r}: a chunk from {chunk.start} without its earlier rows")
             held[chunk.request_id] = self._saver.hold(chunk.request_id, keys)
         return held
-
-    def _seal(self, layer: int, batch: StepBatch) -> None:
-        """Writes the checksums of the blocks that are going to be saved."""
-        block_size = self._buffers.geometry.block_size
-        for chunk in batch.chunks:
-            blocks = slice(chunk.start // block_size, len(chunk.keys))
-            self._buffers.seal(layer, chunk.keys[blocks], chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
 
     def _write(self, buffer: SlotTensors, batch: StepBatch, rows: KvRows) -> None:
         buffer.ckv.view(-1, rows.ckv.shape[-1]).index_copy_(0, batch.main_slots, rows.ckv)

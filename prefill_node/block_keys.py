@@ -2,7 +2,8 @@
 
 A block's rows depend on its tokens and on every token before it, on the model, and on how rows are laid out. So its
 key is the model's fingerprint and a hash chained over the tokens up to the block's end, which begins with the layout
-(dtype, block size, layers, dimensions). Python's own `hash` differs between processes and is not used.
+(dtype, block size, layers, dimensions; whether checksums lie between the rows). Python's own `hash` differs between
+processes and is not used.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from sluice.v1 import registry_pb2
 from transfer.layout import layout_hash
 
 
-def block_keys(layout: registry_pb2.KvLayout, tokens: Sequence[int], lookahead: int = 0) -> tuple[str, ...]:
+def block_keys(
+    layout: registry_pb2.KvLayout, tokens: Sequence[int], lookahead: int = 0, *, checksums: bool = False
+) -> tuple[str, ...]:
     """A key for each full block of `tokens`; a last block that is not full has none, and is never shared.
 
     With `lookahead` 1, for a layout with a draft layer, a key also depends on the token behind its block, as the draft
     layer's last row does; a block with nothing behind it has no key.
     """
     size = layout.block_size
-    digest = hashlib.blake2b(layout_hash(layout).encode(), digest_size=16)
+    digest = hashlib.blake2b(layout_hash(layout).encode() + b" checksums" * checksums, digest_size=16)
     keys = []
     for end in range(size, len(tokens) - lookahead + 1, size):
         digest.update(struct.pack(f"<{size}I", *tokens[end - size : end]))

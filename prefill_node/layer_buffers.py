@@ -65,6 +65,8 @@ class LayerBuffers:
         self.slots = tuple(self._slot(allocator, layers) for layers in plan.slots)
         self._checksums = allocator.empty((plan.num_slots, num_blocks), torch.int32) if checksums else None
         self.generation_words = allocator.empty((plan.num_slots,), torch.int64)  # for GenerationWords to fill
+        self._own = tuple(self._own_addresses(layer) for layer in range(plan.num_layers))
+        self._stored = tuple(self._stored_addresses(layer) for layer in range(plan.num_layers))
 
     def regions(self) -> list[tuple[int, int]]:
         """`(address, bytes)` of the KV memory, one region per slot, in whole 2 MiB pages."""
@@ -88,18 +90,16 @@ class LayerBuffers:
 
     def addresses(self, layer: int) -> tuple[TensorAddress, ...]:
         """Where the tensors of `layer`'s slot lie."""
-        return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in self.of_layer(layer).tensors)
+        return tuple(_address(tensor) for tensor in self.of_layer(layer).tensors)
 
     def pool_addresses(self, layer: int) -> tuple[TensorAddress, ...]:
         """Where the parts of `layer`'s pool objects lie: its own tensors, and the words of its checksums."""
-        words = self._words(layer)
-        tensors = self._own(layer) if words is None else (*self._own(layer), words)
-        return tuple(TensorAddress(t.data_ptr(), t[0].nbytes) for t in tensors)
+        return self._stored[layer]
 
     def seal(self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
         """Notes the checksums of blocks that were written completely; without checksums nothing."""
         if (words := self._words(layer)) is not None:
-            block_checksums.seal(layer, keys, words, self._own(layer), main_blocks, indexer_blocks)
+            block_checksums.seal(layer, keys, words, self._own[layer], main_blocks, indexer_blocks)
 
     def broken_blocks(
         self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]
@@ -108,7 +108,7 @@ class LayerBuffers:
         words = self._words(layer)
         if words is None:
             return []
-        return block_checksums.broken(layer, keys, words, self._own(layer), main_blocks, indexer_blocks)
+        return block_checksums.broken(layer, keys, words, self._own[layer], main_blocks, indexer_blocks)
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""
@@ -125,10 +125,14 @@ class LayerBuffers:
             layouts.append(wire_pb2.LayerLayout(layer=layer, slot=self.plan.slot_of_layer[layer], tensors=tensors))
         return layouts
 
-    def _own(self, layer: int) -> tuple[Tensor, ...]:
-        """The tensors of its slot that `layer` uses."""
-        tensors = self.of_layer(layer).tensors
-        return tensors if layer in self.geometry.indexer_layers else tensors[: len(MAIN_KINDS)]
+    def _own_addresses(self, layer: int) -> tuple[TensorAddress, ...]:
+        """Those tensors of its slot that `layer` uses."""
+        addresses = self.addresses(layer)
+        return addresses if layer in self.geometry.indexer_layers else addresses[: len(MAIN_KINDS)]
+
+    def _stored_addresses(self, layer: int) -> tuple[TensorAddress, ...]:
+        words = self._words(layer)
+        return self._own[layer] if words is None else (*self._own[layer], _address(words))
 
     def _words(self, layer: int) -> Tensor | None:
         """[blocks] int32 checksums of the layer's slot."""
@@ -153,3 +157,7 @@ class LayerBuffers:
                 tensors.append(region[start:end].view(dtype).view(shape))
                 start = end
         return SlotTensors(tensors[0], tensors[1], IndexerCache(*tensors[2:]) if block.indexer_key else None)
+
+
+def _address(tensor: Tensor) -> TensorAddress:
+    return TensorAddress(tensor.data_ptr(), tensor[0].nbytes)

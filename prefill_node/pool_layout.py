@@ -38,6 +38,7 @@ class PoolObjectLayout:
     """Offsets of every layer's tensors within one object of `object_bytes` bytes."""
 
     def __init__(self, geometry: KvGeometry, num_layers: int, *, checksums: bool = False) -> None:
+        self.checksums = checksums
         self._parts: list[tuple[tuple[int, int], ...]] = []
         end = 0
         for layer in range(num_layers):

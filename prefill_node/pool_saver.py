@@ -88,9 +88,15 @@ class PoolSaver:
             self._thread.submit(lambda: self._begin(chunks))
 
     def save(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        """Saves the blocks which `chunks` have written of `layer`; its slot's gate is closed until that is done."""
+        """Saves the blocks which `chunks` have written of `layer`; its slot's gate is closed until that is done.
+
+        Their checksums are taken here and now.
+        """
         if not self._writes or not any(chunk.keys for chunk in chunks):
             return
+        for chunk in chunks:
+            blocks = slice(chunk.start // self._buffers.geometry.block_size, len(chunk.keys))
+            self._buffers.seal(layer, chunk.keys[blocks], chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
         slot = self._buffers.plan.slot_of_layer[layer]
         consumer = Consumer("save", next(self._idents))
         self._gate.add(slot, consumer, time.monotonic() + self._timeout_s)

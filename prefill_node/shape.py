@@ -36,8 +36,10 @@ class PrefillShape:
 
     @property
     def device_bytes(self) -> int:
-        """All layer buffers and the page of their generation words."""
-        return total_bytes(self.plan, self.geometry, self.kv_blocks) + REGION_ALIGNMENT
+        """All layer buffers, the page of their generation words, and the words of their checksums."""
+        return total_bytes(self.plan, self.geometry, self.kv_blocks) + _words_bytes(
+            self.plan, self.kv_blocks, checksums=self.object_layout.checksums
+        )
 
     @property
     def indexer_bytes(self) -> int:
@@ -87,15 +89,17 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
         indexer_dtype=config.kv.indexer_dtype,
     )
     tokens = max_model_len(config, model)
+    checksums = config.pool.checksum == "on"
+    most_blocks = section.kv_blocks or section.max_requests * geometry.blocks_of(tokens)
     kv_blocks = choose_kv_blocks(
         plan,
         geometry,
-        free_bytes=config.hostcann.hbm_bytes - _reserved_bytes(config, plan, geometry.blocks_of(tokens)),
+        free_bytes=config.hostcann.hbm_bytes - _words_bytes(plan, most_blocks, checksums=checksums),
         max_model_len=tokens,
         max_requests=section.max_requests,
         configured=section.kv_blocks,
     )
-    object_layout = PoolObjectLayout(geometry, model.num_layers, checksums=config.pool.checksum == "on")
+    object_layout = PoolObjectLayout(geometry, model.num_layers, checksums=checksums)
     stored = stored_bytes(object_layout)
     pool_blocks = int(config.pool.dram_bytes * POOL_USABLE) // stored
     if plan.has_reuse and not pool_blocks:
@@ -107,8 +111,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
     return PrefillShape(plan, geometry, object_layout, kv_blocks, pool_blocks, prompt)
 
 
-def _reserved_bytes(config: SluiceConfig, plan: LayerBufferPlan, request_blocks: int) -> int:
+def _words_bytes(plan: LayerBufferPlan, kv_blocks: int, *, checksums: bool) -> int:
     """Device memory for other things than KV: the generation words and, with checksums, a word for each block."""
-    most_blocks = config.prefill.kv_blocks or config.prefill.max_requests * request_blocks
-    words = plan.num_slots * most_blocks * CHECKSUM_BYTES if config.pool.checksum == "on" else 0
+    words = plan.num_slots * kv_blocks * CHECKSUM_BYTES if checksums else 0
     return REGION_ALIGNMENT + round_up(words, REGION_ALIGNMENT)

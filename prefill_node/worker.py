@@ -43,7 +43,12 @@ class PrefillWorker:
         self._calls = PrefillCalls(
             plan.model.vocab_size,
             plan.config.runtime.request_timeout_s,
-            partial(block_keys, plan.info.layout, lookahead=int(plan.config.decode.speculative_tokens > 0)),
+            partial(
+                block_keys,
+                plan.info.layout,
+                lookahead=int(plan.config.decode.speculative_tokens > 0),
+                checksums=plan.config.pool.checksum == "on",
+            ),
         )
         self._detail = "starting"
         self._parts: RankParts | None = None

@@ -212,6 +212,11 @@ def test_keys_chain_over_all_tokens_before():
     assert len(set(block_keys(LAYOUT, same_block))) == 2
 
 
+def test_objects_with_checksums_have_names_of_their_own():
+    """Their layers lie at other places, so a worker without checksums would take them for other rows."""
+    assert not set(block_keys(LAYOUT, prompt(100), checksums=True)) & set(block_keys(LAYOUT, prompt(100)))
+
+
 def test_with_a_draft_layer_keys_depend_on_the_token_behind():
     one, other = prompt(32), prompt(32)
     other[16] += 1

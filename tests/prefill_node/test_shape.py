@@ -10,8 +10,8 @@ from prefill_node.shape import POOL, prefill_shape
 from tests.checkpoints import tiny_config
 
 MODEL = ModelConfig.from_dict(tiny_config("glm_moe_dsa"))
-OBJECT_BYTES = 4 * 16 * (48 + 16 + 32) * 4
-STORED_BYTES = 24576
+OBJECT_BYTES = 4 * (16 * (48 + 16 + 32) * 4 + 4)  # of each layer its rows and their checksum
+STORED_BYTES = 28672
 
 
 def shape(prefill=(), **sections):
@@ -26,6 +26,10 @@ def test_a_group_is_sized_from_configuration_and_model():
     assert sized.max_prompt_tokens == 5120
     assert sized.main_kv_bytes * 2 == sized.main_kv_bytes_all_resident
     assert sized.main_kv_bytes == 2 * sized.kv_blocks * 16 * (48 + 16) * 4
+
+
+def test_without_checksums_objects_hold_nothing_but_rows():
+    assert shape(pool={"checksum": "off"}).object_layout.object_bytes == OBJECT_BYTES - 4 * 4
 
 
 def test_the_pool_counts_only_where_layers_are_reloaded_from_it():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kv_peers import CKV, LAYOUT, entry
 from tests.transfer_cluster import INDEXER_BLOCKS, MAIN, PREFILL_BLOCKS, Checksum, TransferCluster
-from transfer.checksum import checksums
+from transfer.checksum import BlocksOf, block_checksums, checksums
 
 CHUNKS = [(0, 2), (2, 5)]
 
@@ -30,6 +30,11 @@ def slow_crc32c(crc: int, data: bytes) -> int:
     return crc
 
 
+def mix(value: int) -> int:
+    value = value * 0x9E3779B97F4A7C15 % (1 << 64)
+    return value ^ (value >> 32)
+
+
 def by_definition(data: bytes) -> int:
     whole = len(data) // 32 * 32
     streams = []
@@ -39,14 +44,26 @@ def by_definition(data: bytes) -> int:
     streams[0] = slow_crc32c(streams[0], data[whole:])
     mixed = len(data)
     for value in streams:
-        mixed = ((mixed ^ value) * 0x9E3779B97F4A7C15) % (1 << 64)
-        mixed ^= mixed >> 32
+        mixed = mix(mixed ^ value)
     return mixed >> 32
 
 
 @given(st.binary(max_size=300))
 def test_a_checksum_is_what_its_definition_says_on_every_machine(data: bytes) -> None:
     assert sum_of(data) == sum_of(data, portable=True) == by_definition(data)
+
+
+@given(st.integers(0, (1 << 64) - 1), st.binary(min_size=1, max_size=80), st.binary(min_size=1, max_size=80))
+def test_a_blocks_checksum_is_that_of_its_parts_in_order(seed: int, first: bytes, second: bytes) -> None:
+    """Three blocks in each tensor, of which the second is taken."""
+    memories = [ctypes.create_string_buffer(bytes(len(data)) + data + bytes(len(data))) for data in (first, second)]
+    parts = [
+        BlocksOf(ctypes.addressof(memory), len(data), [1])
+        for memory, data in zip(memories, (first, second), strict=True)
+    ]
+    expected = mix(mix(mix(seed) ^ by_definition(first)) ^ by_definition(second)) >> 32
+    for portable in (False, True):
+        assert list(block_checksums(seed, 1, parts, portable=portable)) == [expected]
 
 
 def test_any_damaged_byte_and_any_swapped_word_changes_the_checksum() -> None:
@@ -65,6 +82,8 @@ def test_checksum_arguments_are_checked() -> None:
     assert checksums([], []) == []
     with pytest.raises(ValueError, match="2 addresses, but 1 sizes"):
         checksums([1, 2], [3])
+    with pytest.raises(ValueError, match="2 blocks where 3 are to be summed"):
+        block_checksums(0, 3, [BlocksOf(0, 8, [0, 1])])
 
 
 @pytest.mark.parametrize("mode", ["sample", "all"])

@@ -76,8 +76,27 @@ static int has_fast(void) { return 1; }
 static int has_fast(void) { return 0; }
 #endif
 
+typedef uint32_t (*Checksum)(const unsigned char *, uint64_t);
+
+static Checksum choose(int portable) { return !portable && has_fast() ? checksum_fast : checksum_portable; }
+
 // sums[i] = the checksum of sizes[i] bytes at addresses[i]. `portable`: without the processor's CRC unit, for tests.
 void sluice_checksums(uint64_t count, const uint64_t *addresses, const uint64_t *sizes, uint32_t *sums, int portable) {
-  uint32_t (*checksum)(const unsigned char *, uint64_t) = !portable && has_fast() ? checksum_fast : checksum_portable;
+  Checksum checksum = choose(portable);
   for (uint64_t i = 0; i < count; ++i) sums[i] = checksum((const unsigned char *)(uintptr_t)addresses[i], sizes[i]);
+}
+
+// sums[i] = `seed`, then the checksums of block blocks[t * count + i] of every paged tensor t, mixed in this order. A
+// tensor's block b is block_bytes[t] bytes at addresses[t] + b * block_bytes[t].
+void sluice_block_checksums(uint64_t seed, uint64_t count, uint64_t tensors, const uint64_t *addresses,
+                            const uint64_t *block_bytes, const uint64_t *blocks, uint32_t *sums, int portable) {
+  Checksum checksum = choose(portable);
+  for (uint64_t i = 0; i < count; ++i) {
+    uint64_t all = mixed(seed);
+    for (uint64_t t = 0; t < tensors; ++t) {
+      uint64_t address = addresses[t] + blocks[t * count + i] * block_bytes[t];
+      all = mixed(all ^ checksum((const unsigned char *)(uintptr_t)address, block_bytes[t]));
+    }
+    sums[i] = (uint32_t)(all >> 32);
+  }
 }
