@@ -58,7 +58,7 @@ def test_what_nine_requests_of_a_million_tokens_need(name: str) -> None:
 def test_prefill_devices_hold_one_prompt_in_all_layer_buffers() -> None:
     plan = planned("glm-5", "prefill.shared_buffers=3")
     buffer = LOAD.context * (MAIN_ROW + KEY_ROW)
-    # And pages of 2 MiB: one with the generation words, and those with a checksum of 4 bytes for each block of a buffer.
+    # And pages of 2 MiB: one with the generation words, the others with a checksum of 4 bytes per block and buffer.
     assert plan.prefill.device_bytes == 4 * buffer + (1 + 1) * 2 * MIB
     assert plan.prefill.device_bytes_all_resident == 78 * buffer + (1 + 2) * 2 * MIB
     assert plan.prefill.pool_bytes >= 78 * buffer / 0.85
