@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from engine.config import ConfigError, SluiceConfig, load_config
+from engine.config import ConfigError, SluiceConfig, build_config, load_config
+
+if TYPE_CHECKING:
+    from deploy.client import Client
 
 app = typer.Typer(
     help="Serve sparse-attention LLMs with separate prefill and decode nodes and almost all KV cache off the device.",
@@ -48,10 +51,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, field names as in proto/sluice/v1.")] = False,
 ) -> None:
     """Show workers, topology, pools and requests in flight of a running deployment."""
-    from deploy.client import Client
     from deploy.status_view import status_as_json, status_view
 
-    with Client(_address(config, set_, address)) as client:
+    with _client(config, set_, address) as client:
         snapshot = client.status()
     if as_json:
         print(json.dumps(status_as_json(snapshot), indent=2))
@@ -109,7 +111,6 @@ def generate(
     """Send one prompt to a running deployment and stream the completion."""
     from sluice.v1 import client_pb2, common_pb2
 
-    from deploy.client import Client
     from deploy.generate_view import stream_completion, summary
 
     request = client_pb2.GenerateRequest(
@@ -123,7 +124,7 @@ def generate(
         request.tokens.ids.extend(_token_ids(tokens))
     else:
         request.text = sys.stdin.read() if prompt == "-" else str(prompt)
-    with Client(_address(config, set_, address)) as client:
+    with _client(config, set_, address) as client:
         last, _ = stream_completion(client.generate(request), sys.stdout)
     print(summary(last), file=sys.stderr)
 
@@ -143,15 +144,20 @@ def _load(config: Path, overrides: list[str] | None, model: Path | None = None) 
     return load_config(config, chosen)
 
 
-def _address(config: Path, overrides: list[str] | None, address: str | None) -> str:
-    if address is not None:
-        return address
+def _client(config: Path, overrides: list[str] | None, address: str | None) -> Client:
+    """For the deployment at `address`, or that of `config`, with what section `security` says.
+
+    With an address, the default configuration may be absent.
+    """
+    from deploy.client import Client
     from deploy.resolve import reachable
 
-    grpc = _load(config, overrides).grpc
-    if not grpc.port:
+    if address is not None and config == _DEFAULT_CONFIG and not config.exists():
+        return Client.of(build_config({"model": {"path": "."}}, overrides or []), address)
+    chosen = _load(config, overrides)
+    if address is None and not chosen.grpc.port:
         raise ConfigError("grpc.port = 0 says nothing about where the deployment listens; give --address HOST:PORT")
-    return f"{reachable(grpc.host)}:{grpc.port}"
+    return Client.of(chosen, address or f"{reachable(chosen.grpc.host)}:{chosen.grpc.port}")
 
 
 def main() -> None:

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import grpc
 from sluice.v1 import client_pb2, client_pb2_grpc
 
+from engine.config import SluiceConfig
+from engine.credentials import Credentials
+from engine.trust import PLAIN, Trust
+
 _MAX_MESSAGE = 64 << 20
 
 
@@ -17,11 +21,17 @@ class ClientError(Exception):
 class Client:
     """One connection to a meta server. Every call has a deadline."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, trust: Trust = PLAIN) -> None:
         self.address = address
+        self._trust = trust
         limits = [("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.max_send_message_length", _MAX_MESSAGE)]
-        self._channel = grpc.insecure_channel(address, options=[*limits, ("grpc.enable_http_proxy", 0)])
+        self._channel = trust.channel(address, [*limits, ("grpc.enable_http_proxy", 0)])
         self._stub = client_pb2_grpc.SluiceServiceStub(self._channel)
+
+    @classmethod
+    def of(cls, config: SluiceConfig, address: str) -> Client:
+        """A connection with the certificates and the key that section `security` names. Raises ConfigError."""
+        return cls(address, Credentials.of_client(config.security).as_client)
 
     def __enter__(self) -> Client:
         return self
@@ -32,7 +42,8 @@ class Client:
     def status(self, timeout_s: float = 10.0) -> client_pb2.GetStatusResponse:
         """A snapshot of the deployment. Raises ClientError."""
         try:
-            return self._stub.GetStatus(client_pb2.GetStatusRequest(), timeout=timeout_s)
+            request = client_pb2.GetStatusRequest()
+            return self._stub.GetStatus(request, timeout=timeout_s, metadata=self._trust.metadata)
         except grpc.RpcError as error:
             raise self._explain(error) from None
 
@@ -40,7 +51,7 @@ class Client:
         self, request: client_pb2.GenerateRequest, timeout_s: float = 600.0
     ) -> Iterator[client_pb2.GenerateResponse]:
         """Streams one completion; leaving the iterator early cancels the request. Raises ClientError."""
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._trust.metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -50,6 +61,8 @@ class Client:
 
     def _explain(self, error: grpc.RpcError) -> ClientError:
         code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNAVAILABLE and (failure := self._trust.failure(details)):
+            return ClientError(f"no connection to {self.address}: {failure}")
         if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
             return ClientError(f"no deployment answers at {self.address}; start one with: sluice up --config FILE")
         return ClientError(f"{code.name}: {details}")

@@ -36,7 +36,7 @@ def run(tokens: int, depth: float, seed: int, overrides: list[str], console: Con
     model = served_model(config)
     text, answer = make_prompt(tokens, depth, seed)
     signals = Signals()
-    with started(config, console, signals) as (deployment, _), Client(deployment.grpc_address) as client:
+    with started(config, console, signals) as (deployment, _), Client.of(config, deployment.grpc_address) as client:
         console.rule("question")
         console.print(f"{text[5:145]} ... {text[-150:]}", markup=False, highlight=False)
         console.rule("answer")

@@ -107,7 +107,7 @@ def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console)
         supervisor.start(specs)
         for spec in specs:
             progress.update(spec.name, "starting")
-        with Client(run.grpc_address) as client:
+        with Client.of(run.config, run.grpc_address) as client:
             while not _all_ready(client, len(specs), progress):
                 _step(supervisor, signals, deadline, progress)
 

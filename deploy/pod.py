@@ -72,14 +72,18 @@ def stop_phases(config: SluiceConfig, specs: list[ChildSpec]) -> list[StopPhase]
 
 def health_targets(run: Run, specs: list[ChildSpec]) -> list[probe.Target]:
     """Where the pod's gRPC processes listen; MemCache's service has none."""
-    config = run.config
+    config, security = run.config, run.config.security
     targets = []
+
+    def add(port: int, service: str) -> None:
+        address = f"{config.runtime.host}:{port}"
+        targets.append(probe.Target(address, service, security.ca, security.server_name))
+
     for index, spec in enumerate(specs):
         if spec.name == processes.META_SERVER:
-            targets.append(probe.Target(f"{run.config.runtime.host}:{config.grpc.port}", "sluice.v1.SluiceService"))
+            add(config.grpc.port, "sluice.v1.SluiceService")
         elif spec.name != processes.POOL_SERVICE:
-            port = config.grpc.worker_port + index
-            targets.append(probe.Target(f"{config.runtime.host}:{port}", "sluice.v1.WorkerService"))
+            add(config.grpc.worker_port + index, "sluice.v1.WorkerService")
     return targets
 
 

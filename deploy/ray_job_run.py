@@ -53,7 +53,7 @@ class RayJob:
             placed = Units(parts, placement, self._plan.for_units, self._say)
             try:
                 self._await_servers(servers, progress)
-                with Client(self._plan.grpc_address) as client:
+                with Client.of(config, self._plan.grpc_address) as client:
                     self._serve(servers, placed, client, progress)
             finally:
                 self._end(servers, placed)

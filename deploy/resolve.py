@@ -20,6 +20,7 @@ from deploy.ports import PortChooser
 from deploy.signals import Stopped
 from engine.config import ConfigError, SluiceConfig
 from engine.config_check import check_against_model
+from engine.credentials import Credentials
 
 _LONGEST_SOCKET_NAME = 48
 """Room for a socket's file name below run_dir: Unix socket paths are limited to 107 bytes."""
@@ -45,7 +46,7 @@ class Run:
 
     @property
     def http_url(self) -> str:
-        return f"http://{reachable(self.config.http.host)}:{self.config.http.port}"
+        return f"{self.config.security.http_scheme}://{reachable(self.config.http.host)}:{self.config.http.port}"
 
     @property
     def grpc_host(self) -> str:
@@ -62,7 +63,8 @@ def reachable(host: str) -> str:
 
 
 def check(config: SluiceConfig) -> None:
-    """Checks the configuration against the checkpoint it names. Raises ConfigError."""
+    """Checks the configuration against the checkpoint, the certificates and the keys it names. Raises ConfigError."""
+    Credentials.of(config.security)
     check_against_model(config, checkpoint_of(config))
 
 

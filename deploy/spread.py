@@ -62,7 +62,7 @@ class ClusterPlan:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self._reached(self.config.http.host)}:{self.config.http.port}"
+        return f"{self.config.security.http_scheme}://{self._reached(self.config.http.host)}:{self.config.http.port}"
 
     @property
     def listening(self) -> dict[str, tuple[str, int]]:

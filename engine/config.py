@@ -7,50 +7,19 @@ legal. Settings of MemFabric and MemCache are derived from it. Sizes in bytes ac
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-PROTOCOLS = ("sdma", "device_rdma", "device_urma")
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+from engine.config_fields import Bytes, Port, Positive, Probability, Seconds, Section, lower, switch
+from engine.security_section import VARIABLE, SecuritySection
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the text names the field's path, its value and the legal values."""
-
-
-def parse_bytes(value: object) -> object:
-    """``"64MiB"`` -> 67108864; anything that is not such a string is returned as it is."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", value.lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write a number of bytes or a number with KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _switch(value: object) -> object:
-    """YAML reads a bare `on` as true."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-
-
-def _lower(value: object) -> object:
-    return value.strip().lower() if isinstance(value, str) else value
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class ModelSection(Section):
@@ -126,7 +95,7 @@ class DecodeSection(Section):
 
 
 class TransferSection(Section):
-    protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(_lower)] = Field(
+    protocol: Annotated[Literal["sdma", "device_rdma", "device_urma"], BeforeValidator(lower)] = Field(
         "sdma", description="how MemFabric moves bytes; equal on both sides"
     )
     lease_s: Seconds = Field(30.0, description="longest time prefill holds a buffer for one reader")
@@ -134,7 +103,7 @@ class TransferSection(Section):
     read_retries: Annotated[int, Field(ge=0, le=10)] = Field(
         3, description="how often a failed read is tried again, after 0.05, 0.1, 0.2, ... s, while its lease lasts"
     )
-    checksum: Annotated[Literal["off", "sample", "all"], BeforeValidator(_switch)] = Field(
+    checksum: Annotated[Literal["off", "sample", "all"], BeforeValidator(switch)] = Field(
         "off",
         description="which blocks prefill sends checksums of and decode compares after its read; all: one more pass "
         "over the bytes on each side (`make bench-transfer` times it); sample: every 16th block",
@@ -153,7 +122,7 @@ class PoolSection(Section):
     config_port: Port = Field(0, description="MemCache config store; 0 = a free port")
     metrics_port: Port = Field(0, description="MemCache REST metrics; 0 = a free port")
     timeout_s: Seconds = Field(20.0, description="deadline of one pool operation")
-    checksum: Annotated[Literal["off", "on"], BeforeValidator(_switch)] = Field(
+    checksum: Annotated[Literal["off", "on"], BeforeValidator(switch)] = Field(
         "on",
         description="verify every block that is loaded from the pool; a wrong one is computed again. Without it, rows "
         "of another prompt may be taken for a block's while the pool's service is being restarted; what it costs, "
@@ -275,6 +244,7 @@ class SluiceConfig(Section):
     grpc: GrpcSection = GrpcSection()
     runtime: RuntimeSection = RuntimeSection()
     ray: RaySection = RaySection()
+    security: SecuritySection = SecuritySection()
     faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
@@ -299,6 +269,8 @@ class SluiceConfig(Section):
                 f"transfer.read_timeout_s = {self.transfer.read_timeout_s} must be below "
                 f"transfer.lease_s = {self.transfer.lease_s}"
             )
+        if (missing := self.security.missing()) is not None:
+            raise ValueError(missing)
         need = self.worker_count
         if self.hostcann.devices is not None and self.hostcann.devices < need:
             raise ValueError(f"hostcann.devices = {self.hostcann.devices}, but the worker processes need {need}")
@@ -364,8 +336,8 @@ def _legal_keys(path: Sequence[object]) -> list[str]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig:
     """Reads a YAML file, applies ``key.path=value`` overrides (values are YAML), validates.
 
-    A relative ``model.path`` in the file is taken from the file's folder, one in an override from the current folder.
-    Raises ConfigError.
+    A relative path of the model or of a file of ``security`` is taken from the file's folder; one in an override from
+    the current folder. Raises ConfigError.
     """
     file = Path(path)
     try:
@@ -376,9 +348,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: must be a mapping of sections, not a {type(tree).__name__}")
-    model = tree.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        model["path"] = str((file.parent / model["path"]).resolve())
+    for section, fields in {"model": ["path"], "security": SecuritySection.FILES}.items():
+        if isinstance(values := tree.get(section), dict):
+            for field in fields:
+                if isinstance(name := values.get(field), str) and not name.startswith(VARIABLE):
+                    values[field] = str((file.parent / name).resolve())
     return build_config(tree, overrides)
 
 

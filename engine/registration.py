@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import grpc
 from sluice.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
+from engine.trust import PLAIN, Trust
+
 log = logging.getLogger(__name__)
 _RPC_S = 5.0
 _FAREWELL_S = 1.0
@@ -43,8 +45,8 @@ class Registration:
     looked up again with every heartbeat; while nobody knows it, the earlier addresses stay.
     """
 
-    def __init__(self, host: str, port: int, member: Member) -> None:
-        self._host, self._port, self._member = host, port, member
+    def __init__(self, host: str, port: int, member: Member, trust: Trust = PLAIN) -> None:
+        self._host, self._port, self._member, self._trust = host, port, member, trust
         self._links: dict[str, _Link] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -67,7 +69,7 @@ class Registration:
         while True:
             if addresses := await self._look_up():
                 for address in addresses - self._links.keys():
-                    self._links[address] = _Link(address, self._member)
+                    self._links[address] = _Link(address, self._member, self._trust)
                 for address in self._links.keys() - addresses:
                     await self._links.pop(address).close()
             await asyncio.sleep(self._member.heartbeat_s)
@@ -90,10 +92,10 @@ class Registration:
 class _Link:
     """The ties to one meta server. A task of its own, so that one which does not answer delays no other."""
 
-    def __init__(self, address: str, member: Member) -> None:
-        self._member = member
+    def __init__(self, address: str, member: Member, trust: Trust) -> None:
+        self._member, self._trust, self._metadata = member, trust, trust.metadata
         self._registered = False
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = trust.aio_channel(address, _CHANNEL_OPTIONS)
         self._stub: registry_pb2_grpc.RegistryServiceAsyncStub = registry_pb2_grpc.RegistryServiceStub(self._channel)
         self._task = asyncio.create_task(self._stay_registered(), name=f"heartbeats to {address}")
 
@@ -106,7 +108,7 @@ class _Link:
         info = self._member.info
         with contextlib.suppress(grpc.aio.AioRpcError):
             request = registry_pb2.LeaveRequest(worker_id=info.worker_id, epoch=info.epoch)
-            await self._stub.Leave(request, timeout=_FAREWELL_S)
+            await self._stub.Leave(request, timeout=_FAREWELL_S, metadata=self._metadata)
         await self._channel.close(None)
 
     async def close(self) -> None:
@@ -120,20 +122,24 @@ class _Link:
         while True:
             try:
                 if not self._registered:
-                    await self._stub.Register(registry_pb2.RegisterRequest(info=member.info), timeout=_RPC_S)
+                    request = registry_pb2.RegisterRequest(info=member.info)
+                    await self._stub.Register(request, timeout=_RPC_S, metadata=self._metadata)
                     self._registered = True
                 await self._beat(_RPC_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     member.on_refused(f"the meta server refuses this worker: {error.details()}")
                     return
-                log.warning("%s: the meta server does not answer: %s", name, error.details())
+                details = error.details() or ""
+                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                problem = "refuses its key (security.worker_keys)" if refused else "does not answer"
+                log.warning("%s: the meta server %s: %s", name, problem, self._trust.failure(details) or details)
             await asyncio.sleep(period if self._registered else min(period, _RETRY_S))
 
     async def _beat(self, timeout_s: float) -> None:
         info = self._member.info
         beat = registry_pb2.HeartbeatRequest(worker_id=info.worker_id, epoch=info.epoch, status=self._member.status())
-        self._registered = (await self._stub.Heartbeat(beat, timeout=timeout_s)).known
+        self._registered = (await self._stub.Heartbeat(beat, timeout=timeout_s, metadata=self._metadata)).known
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from sluice.v1 import common_pb2, registry_pb2, worker_pb2, worker_pb2_grpc
 
 from engine.config import SluiceConfig
+from engine.credentials import Credentials
 from engine.registration import Member, Registration
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class WorkerProcess:
     ) -> None:
         """`info.grpc_address` is filled in by `start`. `status` is called on the event loop and must not block.
 
-        `port`: where it listens on `runtime.host`; 0 = a free one.
+        `port`: where it listens on `runtime.host`; 0 = a free one. Raises ConfigError: what `security` names cannot be
+        used.
         """
         self.config = config
         self.info = info
@@ -64,11 +66,12 @@ class WorkerProcess:
         self._ready = False
         self._stop = asyncio.Event()
         self.failure: str | None = None  # why the process ends with status 1
-        self._server = grpc.aio.server(options=GRPC_OPTIONS)
+        self._credentials = Credentials.of(config.security)
+        self._server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=self._credentials.interceptors)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services: list[str] = ["", WORKER_SERVICE]
         member = Member(info, self.status, self.fail, config.runtime.heartbeat_s)
-        self._registration = Registration(config.grpc.host, config.grpc.port, member)
+        self._registration = Registration(config.grpc.host, config.grpc.port, member, self._credentials.as_worker)
         self._too_late: asyncio.TimerHandle | None = None
 
     def status(self) -> common_pb2.WorkerStatus:
@@ -90,7 +93,7 @@ class WorkerProcess:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         host = self.config.runtime.host
         try:
-            port = self._server.add_insecure_port(f"{host}:{self._port}")
+            port = self._credentials.listen(self._server, f"{host}:{self._port}")
         except RuntimeError as error:
             raise OSError(
                 f"runtime.host = {host}, port {self._port} (from grpc.worker_port): cannot listen: {error}"

@@ -7,6 +7,7 @@ import contextlib
 
 import grpc
 
+from engine.trust import PLAIN, Trust
 from engine.worker import GRPC_OPTIONS
 from meta_server.registry import Worker
 
@@ -22,14 +23,20 @@ _CHANNEL_OPTIONS = (
 class WorkerChannels:
     """Opens a channel at the first use of a worker and keeps it. A restarted worker is a new peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust = PLAIN) -> None:
+        self._trust = trust
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
 
     def get(self, worker: Worker) -> grpc.aio.Channel:
         key = (worker.info.worker_id, worker.info.epoch)
         if key not in self._channels:
-            self._channels[key] = grpc.aio.insecure_channel(worker.info.grpc_address, options=_CHANNEL_OPTIONS)
+            self._channels[key] = self._trust.aio_channel(worker.info.grpc_address, _CHANNEL_OPTIONS)
         return self._channels[key]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call of a worker has to carry."""
+        return self._trust.metadata
 
     async def is_broken(self, worker: Worker) -> bool:
         """Asked after an RPC failed: is the connection down (the process died), or did the worker answer an error?

@@ -47,7 +47,8 @@ class DecodeSession:
     async def __aenter__(self) -> DecodeSession:
         stub: worker_pb2_grpc.DecodeServiceAsyncStub
         stub = worker_pb2_grpc.DecodeServiceStub(self._channels.get(self._worker))
-        self._call = stub.DecodeSession(timeout=self._timeout_s)  # type: ignore[call-arg]
+        metadata = self._channels.metadata
+        self._call = stub.DecodeSession(timeout=self._timeout_s, metadata=metadata)  # type: ignore[call-arg]
         return self
 
     async def __aexit__(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sluice.v1 import client_pb2
 
+from engine.trust import PLAIN, Trust
 from meta_server.channels import WorkerChannels
 from meta_server.errors import Failure, FailureKind, RequestFailed, invalid, unavailable
 from meta_server.lifecycle import Generation
@@ -37,11 +38,12 @@ class Frontend:
         metrics: Metrics,
         terms: RunTerms,
         router: Router | None = None,
+        trust: Trust = PLAIN,
     ) -> None:
         self.validator = validator
         self.registry = registry
         self.metrics = metrics
-        self.channels = WorkerChannels()
+        self.channels = WorkerChannels(trust)
         self.router = router or Router(registry)
         self._terms = terms
         self._running: dict[str, Generation] = {}

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from engine.security_section import SecuritySection
+
 _GRACE_S = 2  # how long a stop waits for open answers
 
 
@@ -25,8 +27,8 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Listens as soon as it is made, so that a taken port is an error at start (OSError naming host and port)."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        """`port` 0 picks a free one."""
+    def __init__(self, app: FastAPI, host: str, port: int, security: SecuritySection) -> None:
+        """`port` 0 picks a free one. Serves TLS if `security` names a certificate."""
         try:
             self._socket = socket.create_server((host, port), backlog=1024)
         except OSError as error:
@@ -38,6 +40,8 @@ class HttpServer:
             lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=75,
+            ssl_certfile=security.certificate,
+            ssl_keyfile=security.private_key,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

@@ -32,6 +32,6 @@ async def call_prefill(
         resumed=request.resumed,
     )
     try:
-        return await stub.Prefill(message, timeout=timeout_s)
+        return await stub.Prefill(message, timeout=timeout_s, metadata=channels.metadata)
     except grpc.aio.AioRpcError as error:
         raise await explain(channels, worker, "prefill", error.code(), error.details() or "") from None

@@ -14,6 +14,7 @@ from sluice.v1 import client_pb2_grpc, registry_pb2_grpc
 
 from engine.config import SluiceConfig
 from engine.config_check import max_model_len
+from engine.credentials import Credentials
 from engine.model.config import ModelConfig
 from engine.tokenizer import Tokenizer
 from engine.worker import GRPC_OPTIONS
@@ -42,7 +43,11 @@ class MetaServer:
     """
 
     def __init__(self, config: SluiceConfig) -> None:
-        """Reads the model's config and tokenizer. Raises ModelConfigError, TokenizerError."""
+        """Reads the model's config and tokenizer, certificates and keys.
+
+        Raises ModelConfigError, TokenizerError, ConfigError.
+        """
+        self._credentials = Credentials.of(config.security)
         model = ModelConfig.from_dir(config.model.path)
         tokenizer = Tokenizer.from_dir(config.model.path)
         if tokenizer is None:
@@ -52,9 +57,11 @@ class MetaServer:
         self.registry = Registry(config.runtime.lost_after_s)
         runtime = config.runtime
         terms = RunTerms(runtime.request_timeout_s, runtime.max_reruns, runtime.rerun_patience_s)
-        self.frontend = Frontend(validator, self.registry, Metrics(self.registry), terms)
+        self.frontend = Frontend(
+            validator, self.registry, Metrics(self.registry), terms, trust=self._credentials.as_worker
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
+        self._grpc = grpc.aio.server(options=GRPC_OPTIONS, interceptors=self._credentials.interceptors)
         self._http: HttpServer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -74,10 +81,11 @@ class MetaServer:
         await self._health.set(REGISTRY_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         host, port = self._config.grpc.host, self._config.grpc.port
         try:
-            self.grpc_port = self._grpc.add_insecure_port(f"{host}:{port}")
+            self.grpc_port = self._credentials.listen(self._grpc, f"{host}:{port}")
         except RuntimeError as error:
             raise OSError(f"grpc.host = {host}, grpc.port = {port}: cannot listen: {error}") from error
-        self._http = HttpServer(create_app(self.frontend), self._config.http.host, self._config.http.port)
+        app = create_app(self.frontend, self._credentials.clients)
+        self._http = HttpServer(app, self._config.http.host, self._config.http.port, self._config.security)
         self.http_port = self._http.port
         await self._grpc.start()
         self._http.start()

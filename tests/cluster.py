@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,11 @@ from typing import Any
 
 import httpx
 import psutil
-import yaml
 from sluice.v1 import client_pb2, common_pb2
 
 from deploy.client import Client
+from engine.config import load_config
+from engine.credentials import Credentials
 from transfer import hostcann
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -88,9 +90,12 @@ class Cluster:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._process.kill()
                 raise ClusterError(f"the deployment did not start:\n{self.diagnosis()}")
-        self._http = httpx.Client(base_url=self.http_url, timeout=300.0)
-        self._grpc = Client(self.grpc_address)
-        self.root = Path(yaml.safe_load(Path(self._folder.name, "sluice.yaml").read_text())["hostcann"]["root"])
+        config = load_config(Path(self._folder.name, "sluice.yaml"))
+        self._grpc = Client.of(config, self.grpc_address)
+        trust = Credentials.of_client(config.security).as_client
+        verify = ssl.create_default_context(cafile=config.security.ca) if trust.ca else True
+        self._http = httpx.Client(base_url=self.http_url, timeout=300.0, verify=verify, headers=dict(trust.metadata))
+        self.root = Path(str(config.hostcann.root))
         self.processes = psutil.Process(self._process.pid).children(recursive=True)
         return self
 

@@ -12,9 +12,11 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from engine.credentials import Keys
 from meta_server.answers import Answers
 from meta_server.errors import Failure, FailureKind, RequestFailed
 from meta_server.frontend import Frontend
+from meta_server.openai.api_keys import ApiKeys
 from meta_server.openai.body_limit import BodyLimit
 from meta_server.openai.chat import ChatRenderer, chat_requests
 from meta_server.openai.completions import CompletionRenderer, completion_requests
@@ -26,8 +28,8 @@ from meta_server.openai.schema import ChatBody, CompletionBody, GenerationBody
 from meta_server.validation import check_request_id
 
 
-def create_app(frontend: Frontend) -> FastAPI:
-    """Every error body has OpenAI's form; see `meta_server.openai.errors`."""
+def create_app(frontend: Frontend, keys: Keys | None = None) -> FastAPI:
+    """Every error body has OpenAI's form; see `meta_server.openai.errors`. `keys`: one of them is asked for."""
     app = FastAPI(title="Sluice", docs_url="/docs", redoc_url=None)
     validator = frontend.validator
     names = TokenNames(validator.tokenizer)
@@ -85,6 +87,8 @@ def create_app(frontend: Frontend) -> FastAPI:
         return error_response(bad_body(error))
 
     app.add_middleware(BodyLimit)
+    if keys is not None:
+        app.add_middleware(ApiKeys, keys=keys)
     app.add_middleware(Farewell, draining=lambda: frontend.draining)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_http_exception)

@@ -21,6 +21,12 @@ def error_response(failure: Failure) -> JSONResponse:
     return JSONResponse(error_body(failure), failure.kind.http_status, headers=headers)
 
 
+def unauthorized(message: str) -> JSONResponse:
+    """401 as OpenAI answers it."""
+    body = _body(message, "invalid_request_error", None, "invalid_api_key")
+    return JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})
+
+
 def bad_body(error: RequestValidationError) -> Failure:
     """What is wrong with a body that is not JSON or has fields of wrong types; names every field at fault."""
     texts: dict[str, list[str]] = {}
@@ -48,5 +54,5 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(_body(message, kind, None, status), status, headers=headers)
 
 
-def _body(message: str, kind: str, param: str | None, code: int) -> dict[str, Any]:
+def _body(message: str, kind: str, param: str | None, code: int | str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

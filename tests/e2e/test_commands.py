@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,51 @@ def test_generate_with_token_ids(passkey_cluster: Cluster) -> None:
     assert "3 generated, finish: length" in sluice("generate", "--tokens", "5,6,7", *options).stderr
     refused = sluice("generate", "--tokens", "5,9999", *options)
     assert refused.returncode == 1 and "9999" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def readme_lines(program: str) -> list[str]:
+    """The commands of README.md that begin so, without comments, continued lines joined."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line.partition("  #")[0] for line in text.splitlines() if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize(
+    ("program", "count", "said"),
+    [
+        ("sluice status", 1, "decode-0/dp0/tp0"),
+        ("sluice generate", 1, "40213"),
+        ("curl", 1, '"token_ids":['),
+        ("buf curl", 2, '"status": "SERVING"'),
+    ],
+)
+def test_commands_of_the_readme(passkey_cluster: Cluster, program: str, count: int, said: str) -> None:
+    """As they stand there, but for ports."""
+    output = ""
+    lines = readme_lines(program)
+    for line in lines:
+        command = line.replace("localhost:8000", passkey_cluster.http_url.removeprefix("http://"))
+        command = command.replace("localhost:50051", passkey_cluster.grpc_address)
+        if program.startswith("sluice"):
+            command += f" --address {passkey_cluster.grpc_address}"
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        output += done.stdout
+    assert len(lines) == count
+    assert said in output
+
+
+def test_planning_as_in_the_readme(tmp_path: Path) -> None:
+    """With a checkpoint of GLM-5's shape where the line has one."""
+    shutil.copytree(REPOSITORY / "tests" / "full_size" / "glm-5", tmp_path / "models" / "GLM-5")
+    (line,) = readme_lines("sluice plan")
+    command = line.replace("sluice", f"{sys.executable} -m deploy.cli", 1)
+    environment = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr  # 1: the load does not fit the defaults, and it says what would
+    assert "9 requests of 131,072 tokens" in done.stdout
 
 
 def test_worker_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import grpc
 import pytest
 from sluice.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
+from engine.credentials import Credentials
 from engine.ports import free_port
 from engine.registration import Member, Registration
+from engine.security_section import SecuritySection
+from engine.trust import Trust
 from tests.engine.test_worker import Registry
 
 NAME = "sluice-meta.example"
@@ -108,3 +111,32 @@ def test_what_must_be_known_at_once_does_not_wait_for_the_next_heartbeat(behind:
             await registration.leave()
 
     run(body, heartbeat_s=20.0)
+
+
+def test_a_worker_with_a_wrong_key_says_so_and_goes_on_trying(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_TEST_KEY", "right")
+    credentials = Credentials.of(SecuritySection(worker_keys="env:SLUICE_TEST_KEY"))
+
+    async def main() -> None:
+        registry = Registry()
+        server = grpc.aio.server(interceptors=credentials.interceptors)
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
+        port = credentials.listen(server, "127.0.0.1:0")
+        await server.start()
+        info = registry_pb2.WorkerInfo(worker_id="decode-0/dp0/tp0", epoch="e1")
+        member = Member(info, common_pb2.WorkerStatus, pytest.fail, 0.05)
+        wrong = Registration("127.0.0.1", port, member, Trust(key="wrong"))
+        right = Registration("127.0.0.1", port, member, credentials.as_worker)
+        wrong.start()
+        await until(lambda: caplog.text.count("refuses its key (security.worker_keys): the key in the header") > 1)
+        assert not registry.registered
+        right.start()
+        await until(lambda: len(registry.beats) > 1)
+        await wrong.leave()
+        await right.leave()
+        await server.stop(0)
+        assert registry.left == ["decode-0/dp0/tp0"]
+
+    asyncio.run(asyncio.wait_for(main(), 30))

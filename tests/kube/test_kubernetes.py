@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from sluice.v1 import client_pb2, common_pb2
 
-from deploy.client import Client
+from deploy.client import Client, ClientError
+from engine.credentials import Credentials
+from engine.security_section import SecuritySection
+from engine.trust import Trust
 from tests.e2e.test_equal_to_transformers import prompt_of
-from tests.kube.conftest import Kubectl, run_kubectl
+from tests.kube.conftest import Kubectl, run_documented, run_kubectl
 from tests.kube.load import Asked, Load, stream
 from tests.oracle import Oracle, assert_tokens_match
 
@@ -24,6 +29,7 @@ WORKLOADS = (
     "statefulset/sluice-prefill",
     "statefulset/sluice-decode",
 )
+FIRST_WORKERS = {"prefill-0/tp0", "decode-0/dp0/tp0"}
 LONG_LENGTH, LONG_NEW_TOKENS = 200, 600
 DEVICES = Path("/dev/shm/sluice-10001")
 CACHES = ("pool_bytes", "pool_blocks")  # objects stay in the pool, as a cache
@@ -79,6 +85,7 @@ def test_status_and_health_are_answered_to_other_pods(kubectl: Kubectl) -> None:
     command = ("python", "-m", "deploy.cli", "status", "--json", "--address", "sluice:50051")
     snapshot = json.loads(kubectl("exec", "sluice-prefill-0", "--", *command))
     assert snapshot["ready"] and len(snapshot["workers"]) == 2
+    assert "decode-0/dp0/tp0" in run_documented("kubectl -n sluice exec sluice-decode-0")
 
     def probe(address: str, service: str) -> str:
         command = f"python -m deploy.probe --address {address} --service '{service}'; true"
@@ -142,7 +149,7 @@ def test_decode_scales_in_under_load(kubectl: Kubectl, oracle: Oracle) -> None:
         kubectl("scale", "statefulset/sluice-decode", "--replicas=1")
         until(lambda: "sluice-decode-1" not in kubectl("get", "pods", "-o", "name"), "the second group is gone")
         load.wait_for_more(3)
-    until(lambda: ready_workers() == {"prefill-0/tp0", "decode-0/dp0/tp0"}, "the meta server forgot it")
+    until(lambda: ready_workers() == FIRST_WORKERS, "the meta server forgot it")
 
 
 def test_a_group_beyond_the_configured_ones_is_refused(kubectl: Kubectl) -> None:
@@ -159,6 +166,35 @@ def test_accounting_returns_to_zero() -> None:
 
     until(lambda: used() == {}, "pools are empty", 30)
     assert status().requests_in_flight == 0
+
+
+def test_a_secret_with_keys_and_certificates(
+    kubectl: Kubectl, secured_overlay: Path, security: SecuritySection, oracle: Oracle
+) -> None:
+    """As docs/operations.md says: a Secret and a section of sluice.yaml; then nobody is served without both."""
+    run_kubectl("apply", "-k", str(secured_overlay))
+    for workload in WORKLOADS:
+        kubectl("rollout", "status", workload, "--timeout=240s")
+    trust = Credentials.of_client(security).as_client
+
+    def ready() -> bool:
+        with Client("sluice.sluice:50051", trust) as client:
+            return {w.info.worker_id for w in client.status().workers if w.health == "ready"} == FIRST_WORKERS
+
+    until(ready, "the workers are known to a meta server that asks for keys")
+    prompt = prompt_of(LONG_LENGTH)
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    context = ssl.create_default_context(cafile=security.ca)
+    with httpx.Client(base_url="https://sluice.sluice:8000", verify=context, trust_env=False, timeout=120) as http:
+        assert http.post("/v1/completions", json=body).status_code == 401
+        answer = http.post("/v1/completions", json=body, headers=dict(trust.metadata))
+    assert answer.status_code == 200, answer.text
+    assert_tokens_match(answer.json()["choices"][0]["token_ids"], oracle.greedy(prompt, 8))
+    with Client("sluice.sluice:50051", Trust(trust.ca)) as unknown, pytest.raises(ClientError, match="UNAUTHENTICATED"):
+        unknown.status()
+    with Client("sluice.sluice:50051") as plain, pytest.raises(ClientError, match=r"security\.ca is missing"):
+        plain.status()
+    assert "decode-0/dp0/tp0" in run_documented("kubectl -n sluice exec sluice-decode-0")
 
 
 def test_delete_leaves_nothing(kubectl: Kubectl, overlay: Path) -> None:
