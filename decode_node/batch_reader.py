@@ -8,17 +8,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
 
 from sluice.v1 import wire_pb2
 
 from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefused, SourceMap
 from decode_node.pull_requests import PullRequest, PullRequests
+from transfer.memfabric import Copies
 
 log = logging.getLogger(__name__)
 _ALIVE_S = 5.0  # longest wait for a sign of life before a link is opened
+TOGETHER = 8  # batches of a source at most that are handed over at once
+_TOGETHER_BYTES = 32 << 20  # a read that has so many gets no further batch: its first one has waited long enough
+SOURCE_SCRATCH_BYTES = TOGETHER * WORD_BYTES
 _FIRST_PAUSE_S = 0.05  # before a failed read is tried again; each further pause is twice as long
+
+
+Reply: TypeAlias = wire_pb2.ReadDone | wire_pb2.ReadFailed
+
+
+class Announced(NamedTuple):
+    """A batch and when it came, in monotonic seconds."""
+
+    batch: wire_pb2.ReadReady
+    received_at: float
 
 
 class ReadStats(Protocol):
@@ -36,9 +50,19 @@ class ReadEngine(Protocol):
     """What the puller needs of MemFabricEngine."""
 
     def read(
-        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+        self,
+        session_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
     ) -> ReadStats:
-        """Raises when not all bytes have arrived within ``deadline_s`` seconds."""
+        """Raises when not all bytes have arrived within ``deadline_s`` seconds.
+
+        ``then``: what is read when all of the former has arrived; not in the statistics.
+        """
         ...
 
     def idle(self, session_id: str) -> bool:
@@ -86,14 +110,27 @@ class Source:
     """A prefill rank on one connection."""
 
     map: SourceMap
-    scratch: int  # address of a word that only reads from this source write
+    scratch: int  # address of SOURCE_SCRATCH_BYTES that only reads from this source write
     alive: Callable[[float], bool]  # whether its process answers within so many seconds
     suspect: bool = True  # the engine's link to it may be unusable: it is a new peer, or its last read failed
     lost: str | None = None  # why nothing more is to be read from it
 
 
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A batch on its way."""
+
+    batch: wire_pb2.ReadReady
+    lease_end: float  # monotonic seconds
+    claims: list[tuple[wire_pb2.ReadEntry, PullRequest]] = field(default_factory=list)
+    copies: Descriptors = field(default_factory=Descriptors)  # of all claims
+    refusal: str | None = None  # of the batch as a whole
+    problem: str | None = None  # of all claims
+    errors: dict[str, str] = field(default_factory=dict)  # by request
+
+
 class BatchReader:
-    """Reads batches; ``read`` may run for several sources at once, but for one batch of a source at a time.
+    """Reads batches; ``read`` may run for several sources at once, but not twice for a source.
 
     Invariants:
 
@@ -128,41 +165,23 @@ class BatchReader:
     def open(self, source: Source, timeout_s: float) -> str | None:
         """First contact: reads the generation words' head, which opens the link. Returns why that fails, if it does."""
         try:
-            self._read_word(source, 0, timeout_s)
+            self._read(source, self._words(source, [0]), timeout_s)
         except Exception as error:
             return f"{self._planner.name} cannot read memory of {source.map.name} ({source.map.session_id}): {error}"
         return None
 
-    def read(
-        self, source: Source, batch: wire_pb2.ReadReady, received_at: float
-    ) -> wire_pb2.ReadDone | wire_pb2.ReadFailed:
-        """``received_at``: monotonic seconds. Never raises for what the peer sent or the engine did."""
-        try:
-            self._planner.check_batch(source.map, batch)
-        except PullRefused as refusal:
-            self._counts.add(failures=1)
-            for entry in batch.entries:
-                self._requests.refuse(entry, source.map.part.member, source, str(refusal))
-            return wire_pb2.ReadFailed(sequence=batch.sequence, error=str(refusal))
-        lease_end = received_at + batch.lease_ms / 1000
-        claims, errors, copies = self._claim(source, batch, lease_end)
-        try:
-            why = self._copy(source, batch, copies, lease_end) if copies.sizes else None
-            for entry, request in claims:
-                error = why or self._account(batch, entry, request)
-                if error is not None:
-                    self._requests.fail(request, error)
-                    errors[entry.request_id] = error
-        finally:
-            self._release(source, [request for _, request in claims])
-        if not errors:
-            self._counts.add(batches=1)
-            return wire_pb2.ReadDone(sequence=batch.sequence)
-        self._counts.add(failures=1)
-        for request_id, text in errors.items():
-            log.warning("request %s: layer %d from %s: %s", request_id, batch.layer, source.map.name, text)
-        named = [wire_pb2.RequestError(request_id=name, error=text) for name, text in errors.items()]
-        return wire_pb2.ReadFailed(sequence=batch.sequence, requests=named)
+    def read(self, source: Source, announced: Sequence[Announced], answer: Callable[[Reply], None]) -> None:
+        """Reads batches, in order; ``answer`` is called once for each of them, also in order, when it is over.
+
+        Those that can be read in one go are. Never raises for what the peer sent or the engine did.
+        """
+        together: list[_Work] = []
+        for batch, received_at in announced:
+            if together and not self._may_join(together, batch):
+                self._carry_out(source, together, answer)
+                together = []
+            together.append(self._begin(source, batch, received_at + batch.lease_ms / 1000))
+        self._carry_out(source, together, answer)
 
     def settle(self) -> None:
         """Ends the quarantine of abandoned reads that are over by now."""
@@ -177,18 +196,30 @@ class BatchReader:
         with self._lock:
             return len(self._abandoned)
 
-    def _claim(
-        self, source: Source, batch: wire_pb2.ReadReady, lease_end: float
-    ) -> tuple[list[tuple[wire_pb2.ReadEntry, PullRequest]], dict[str, str], Descriptors]:
-        claims: list[tuple[wire_pb2.ReadEntry, PullRequest]] = []
-        errors: dict[str, str] = {}
-        copies = Descriptors()
+    def _may_join(self, together: Sequence[_Work], batch: wire_pb2.ReadReady) -> bool:
+        """False when it has to be known how a batch before this one ended before this one can be judged."""
+        return (
+            not any(work.batch.layer == batch.layer or work.batch.finished for work in together)
+            and sum(work.copies.nbytes() for work in together) < _TOGETHER_BYTES
+            and all(self._requests.goes_on(entry, batch.member) for entry in batch.entries)
+        )
+
+    def _begin(self, source: Source, batch: wire_pb2.ReadReady, lease_end: float) -> _Work:
+        """Checks a batch and claims its requests' blocks."""
+        work = _Work(batch, lease_end)
+        try:
+            self._planner.check_batch(source.map, batch)
+        except PullRefused as refusal:
+            work.refusal = str(refusal)
+            for entry in batch.entries:
+                self._requests.refuse(entry, source.map.part.member, source, work.refusal)
+            return work
         wait_until = min(lease_end, time.monotonic() + self._registration_wait_s)
         for entry in batch.entries:
             try:
                 request = self._requests.claim(entry, batch.member, batch.members, source, wait_until)
             except PullRefused as error:
-                errors[entry.request_id] = str(error)
+                work.errors[entry.request_id] = str(error)
                 continue
             try:
                 self._requests.check_order(request, entry, batch.member, batch.layer)
@@ -196,49 +227,95 @@ class BatchReader:
                     source.map, batch.layer, entry, request.main_blocks, request.indexer_blocks
                 )
             except PullRefused as error:
-                errors[entry.request_id] = str(error)
+                work.errors[entry.request_id] = str(error)
                 self._requests.fail(request, str(error))
                 self._requests.ended(request)
                 continue
-            copies.extend(planned)
-            claims.append((entry, request))
-        return claims, errors, copies
+            work.copies.extend(planned)
+            work.claims.append((entry, request))
+        return work
+
+    def _carry_out(self, source: Source, works: Sequence[_Work], answer: Callable[[Reply], None]) -> None:
+        try:
+            self._copy_all(source, [work for work in works if work.copies.sizes])
+            for work in works:
+                for entry, request in work.claims:
+                    error = work.problem or self._account(work.batch, entry, request)
+                    if error is not None:
+                        self._requests.fail(request, error)
+                        work.errors[entry.request_id] = error
+        finally:
+            self._release(source, [request for work in works for _, request in work.claims])
+        for work in works:
+            answer(self._reply(source, work))
+
+    def _reply(self, source: Source, work: _Work) -> Reply:
+        batch = work.batch
+        if work.refusal is not None:
+            self._counts.add(failures=1)
+            return wire_pb2.ReadFailed(sequence=batch.sequence, error=work.refusal)
+        if not work.errors:
+            self._counts.add(batches=1)
+            return wire_pb2.ReadDone(sequence=batch.sequence)
+        self._counts.add(failures=1)
+        for request_id, text in work.errors.items():
+            log.warning("request %s: layer %d from %s: %s", request_id, batch.layer, source.map.name, text)
+        named = [wire_pb2.RequestError(request_id=name, error=text) for name, text in work.errors.items()]
+        return wire_pb2.ReadFailed(sequence=batch.sequence, requests=named)
 
     def _account(self, batch: wire_pb2.ReadReady, entry: wire_pb2.ReadEntry, request: PullRequest) -> str | None:
         """The entry was read. Returns what is missing if the contributor says that this was all."""
         self._requests.arrived(request, entry, batch.member, batch.layer)
         return self._requests.finish(request, batch.member) if entry.request_id in batch.finished else None
 
-    def _copy(self, source: Source, batch: wire_pb2.ReadReady, copies: Descriptors, lease_end: float) -> str | None:
-        """Returns why the batch's requests must not use what was copied, or None."""
-        what = f"reading {sum(copies.sizes)} bytes of layer {batch.layer} from {source.map.name}"
-        problem = "the lease ended before the read could begin"
-        for attempt, pause in enumerate(self._pauses):
-            left = lease_end - time.monotonic() - pause
+    def _copy_all(self, source: Source, works: Sequence[_Work]) -> None:
+        """Sets each work's problem: why the batch's requests must not use what was copied, or None.
+
+        All are read in one go; what that does not settle is read one by one, so that each fails for itself only.
+        """
+        for work in works:
+            work.problem = "the lease ended before the read could begin"
+        left = min((work.lease_end for work in works), default=0.0) - time.monotonic()
+        together = len(works) > 1 and left > 0 and source.lost is None
+        for work in self._attempt(source, works, left) if together else works:
+            self._copy(source, work, again=together)
+
+    def _copy(self, source: Source, work: _Work, again: bool) -> None:
+        """Tries until it is settled. ``again``: the first attempt has been made, with others; at least one is alone."""
+        for pause in (self._pauses[1:] or self._pauses) if again else self._pauses:
+            left = work.lease_end - time.monotonic() - pause
             if source.lost is not None or left <= 0:
                 break
             if pause:  # a sleep of 0 s takes 60 us
                 time.sleep(pause)
-            self._counts.add(read_retries=min(attempt, 1))
-            try:
-                stats = self._read(source, copies, min(self._read_timeout_s, left))
-                generation = self._read_word(source, batch.slot, self._read_timeout_s)
-            except Exception as error:  # whatever the engine raises costs this batch, not the thread
-                problem = f"{what} failed: {error}"
-                if self._engine.idle(source.map.session_id):
-                    continue
+            self._counts.add(read_retries=int(again))
+            again = True
+            if not self._attempt(source, [work], left):
                 break
-            self._counts.add(
-                bytes_pulled=stats.bytes, descriptors=stats.descriptors_before, reads=stats.descriptors_after
-            )
-            if (stale := self._stale(batch, generation, what)) is not None:
-                return stale
-            damaged = copies.damaged()
-            if not damaged:
-                return None
-            self._counts.add(wrong_checksums=damaged)
-            problem = f"{what}: {damaged} of {len(copies.sums)} checksums are wrong"
-        return source.lost or problem
+        if work.problem is not None:
+            work.problem = source.lost or work.problem
+
+    def _attempt(self, source: Source, works: Sequence[_Work], left_s: float) -> list[_Work]:
+        """Reads all of these, then their generations; sets their problems. Returns those worth another attempt."""
+        copies = Descriptors()
+        for work in works:
+            copies.extend(work.copies)
+        try:
+            words = self._words(source, [work.batch.slot for work in works])
+            stats = self._read(source, copies.copies(), min(self._read_timeout_s, left_s), words)
+        except Exception as error:  # whatever the engine raises costs these batches, not the thread
+            for work in works:
+                work.problem = f"{_what(source, work)} failed: {error}"
+            return [*works] if self._engine.idle(source.map.session_id) else []
+        self._counts.add(bytes_pulled=stats.bytes, descriptors=stats.descriptors_before, reads=stats.descriptors_after)
+        again = []
+        for work, generation in zip(works, (ctypes.c_uint64 * len(works)).from_address(source.scratch), strict=True):
+            work.problem = self._stale(work.batch, generation, _what(source, work))
+            if work.problem is None and (damaged := work.copies.damaged()):
+                self._counts.add(wrong_checksums=damaged)
+                work.problem = f"{_what(source, work)}: {damaged} of {len(work.copies.sums)} checksums are wrong"
+                again.append(work)
+        return again
 
     def _stale(self, batch: wire_pb2.ReadReady, generation: int, what: str) -> str | None:
         """Judges a copy by the slot's generation after it: returns why it must be thrown away, or None."""
@@ -250,12 +327,13 @@ class BatchReader:
             f"(generation {generation}, announced {batch.generation})"
         )
 
-    def _read_word(self, source: Source, slot: int, timeout_s: float) -> int:
-        word = Descriptors([source.scratch], [source.map.generation_word(slot)], [WORD_BYTES])
-        self._read(source, word, timeout_s)
-        return ctypes.c_uint64.from_address(source.scratch).value
+    @staticmethod
+    def _words(source: Source, slots: Sequence[int]) -> Copies:
+        """The generations of these slots, to the source's scratch memory."""
+        local = [source.scratch + WORD_BYTES * place for place in range(len(slots))]
+        return Copies(local, [source.map.generation_word(slot) for slot in slots], [WORD_BYTES] * len(slots))
 
-    def _read(self, source: Source, copies: Descriptors, timeout_s: float) -> ReadStats:
+    def _read(self, source: Source, copies: Copies, timeout_s: float, then: Copies | None = None) -> ReadStats:
         session = source.map.session_id
         if source.suspect:
             if not source.alive(min(timeout_s, _ALIVE_S)):
@@ -263,15 +341,19 @@ class BatchReader:
             if self._engine.idle(session):
                 self._engine.forget(session)
         source.suspect = True
-        stats = self._engine.read(session, copies.local, copies.remote, copies.sizes, deadline_s=timeout_s)
+        stats = self._engine.read(session, *copies, deadline_s=timeout_s, then=then)
         source.suspect = False
         return stats
 
     def _release(self, source: Source, requests: Sequence[PullRequest]) -> None:
-        """The batch's reads are over, or wait in quarantine for the engine."""
+        """The batches' reads are over, or wait in quarantine for the engine."""
         if self._engine.idle(source.map.session_id):
             for request in requests:
                 self._requests.ended(request)
         else:
             with self._lock:
                 self._abandoned += [(source.map.session_id, request) for request in requests]
+
+
+def _what(source: Source, work: _Work) -> str:
+    return f"reading {work.copies.nbytes()} bytes of layer {work.batch.layer} from {source.map.name}"

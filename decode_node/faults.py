@@ -13,6 +13,7 @@ from decode_node.memory import DecodeMemory, RowTables
 from decode_node.scheduler import RequestState
 from engine.config import FaultsSection
 from engine.faults import dice
+from transfer.memfabric import Copies
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,20 @@ class UnreliableReads:
         self._draws = draws
 
     def read(
-        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+        self,
+        session_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
     ) -> ReadStats:
         time.sleep(self._faults.read_delay_s)
         fails = self._draws.random() < self._faults.read_failure
         if fails and self._draws.random() < 0.5:
             raise OSError(f"faults.read_failure: a read from {session_id} was not made")
-        stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s)
+        stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s, then=then)
         if self._draws.random() < self._faults.read_corrupt:
             place = self._draws.randrange(len(local))
             damaged = ctypes.c_ubyte.from_address(local[place] + self._draws.randrange(sizes[place]))

@@ -10,13 +10,14 @@ import torch
 from sluice.v1 import registry_pb2
 
 from decode_node.backend import SELECTORS, DecodeBackend
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.commands import RankEndpoint, Report
 from decode_node.drafter import Drafter
 from decode_node.faults import reader
 from decode_node.geometry import DecodeGeometry
 from decode_node.identity import Place
 from decode_node.memory import DTYPES, DecodeMemory, RowTables
-from decode_node.puller import Puller
+from decode_node.puller import MAX_SOURCES, Puller
 from decode_node.rank import PullTerms, Rank
 from engine.config import ConfigError, SluiceConfig
 from engine.faults import before_step, open_device
@@ -32,7 +33,8 @@ from transfer.host_pool import HostPool
 from transfer.hostcann.runtime import DeviceOutOfMemory
 from transfer.memfabric import MemFabricEngine
 
-SCRATCH_BYTES = 4096  # of each rank, behind the host pool's blocks: where its puller reads generation words to
+SCRATCH_BYTES = MAX_SOURCES * SOURCE_SCRATCH_BYTES
+"""Of each rank, behind the host pool's blocks: where its puller reads generation words to."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from sluice.v1 import registry_pb2, wire_pb2
 
 from transfer.checksum import checksums
 from transfer.layout import INDEXER_KINDS, MAIN_KINDS, Kind, block_bytes, kind_name, kinds_of, require_same_layout
+from transfer.memfabric import Copies
 from transfer.topology import Contributor, contributor_of, indexer_share, main_share
 
 WORD_BYTES = 8  # of a generation word
@@ -103,6 +104,13 @@ class Descriptors:
         self.summed.append(destination.address + local_block * destination.block_bytes)
         self.summed_sizes.append(destination.block_bytes)
         self.sums.append(checksum)
+
+    def nbytes(self) -> int:
+        """What the copies move."""
+        return sum(self.sizes)
+
+    def copies(self) -> Copies:
+        return Copies(self.local, self.remote, self.sizes)
 
     def damaged(self) -> int:
         """How many of the checksums are wrong."""

@@ -119,6 +119,17 @@ class PullRequests:
             request.silent_until = time.monotonic() + request.lease_s
             return request
 
+    def goes_on(self, entry: wire_pb2.ReadEntry, member: int) -> bool:
+        """Whether the entry is of a request expected now, and of the beginning its member is at: one of a batch whose
+        ``claim`` neither waits nor discards what other batches have brought."""
+        with self._changed:
+            request = self._requests.get(entry.request_id)
+            return (
+                request is not None
+                and request.generation == entry.destination_generation
+                and request.begun_again.get(member, entry.begun_again) == entry.begun_again
+            )
+
     def check_order(self, request: PullRequest, entry: wire_pb2.ReadEntry, member: int, layer: int) -> None:
         """Raises PullRefused when a member left out blocks of a layer. (It may send some twice.)"""
         with self._changed:

@@ -15,15 +15,25 @@ from typing import Any
 import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
-from decode_node.batch_reader import BatchReader, Counts, PullCounters, ReadEngine, Source
+from decode_node.batch_reader import (
+    SOURCE_SCRATCH_BYTES,
+    TOGETHER,
+    Announced,
+    BatchReader,
+    Counts,
+    PullCounters,
+    ReadEngine,
+    Source,
+)
 from decode_node.liveness import Liveness
-from decode_node.pull_plan import WORD_BYTES, LayerMemory, PullPlanner, PullRefused
+from decode_node.pull_plan import LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences
 from transfer.outlet import Outlet, OutletFactory
-from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, monitor_events, router
+from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, has_input, monitor_events, router
 
 log = logging.getLogger(__name__)
+MAX_SOURCES = 64
 _IDLE_POLL_S = 1.0
 _QUARANTINE_POLL_S = 0.05
 _JOIN_S = 5.0
@@ -39,8 +49,22 @@ class _Peer:
     source: Source
     liveness: Liveness
     sequences: Sequences = field(default_factory=Sequences)
-    batches: queue.SimpleQueue[tuple[wire_pb2.ReadReady, float] | None] = field(default_factory=queue.SimpleQueue)
+    batches: queue.SimpleQueue[Announced | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
+
+    def waiting(self) -> list[Announced]:
+        """The batches to be read next, after waiting for the first of them; none when the peer is lost."""
+        announced: list[Announced] = []
+        while len(announced) < TOGETHER:
+            try:
+                item = self.batches.get(block=not announced)
+            except queue.Empty:
+                break
+            if item is None:
+                self.batches.put(None)  # for the next call
+                break
+            announced.append(item)
+        return announced
 
 
 class Puller:
@@ -68,13 +92,14 @@ class Puller:
         handshake_timeout_s: float,
         on_terminal: Callable[[str, int, str | None], None],
         on_quiescent: Callable[[str], None],
-        max_sources: int = 64,
+        max_sources: int = MAX_SOURCES,
         registration_wait_s: float = 2.0,
         outlet: OutletFactory = Outlet,
     ) -> None:
         """Binds ``bind`` (``tcp://host:port``, port ``*`` for a free one); OSError when that fails.
 
-        ``scratch_address``: ``8 * max_sources`` bytes of host memory, this rank's alone, that the engine may write to.
+        ``scratch_address``: ``SOURCE_SCRATCH_BYTES * max_sources`` bytes of host memory, this rank's alone, that the
+        engine may write to.
         The callbacks run on the puller's threads (``on_quiescent`` also inside ``release``) and must be short.
         """
         self._worker_id = worker_id
@@ -94,7 +119,7 @@ class Puller:
             registration_wait_s=registration_wait_s,
         )
         self._engine = engine
-        self._scratch = [scratch_address + WORD_BYTES * index for index in range(max_sources)]
+        self._scratch = [scratch_address + SOURCE_SCRATCH_BYTES * index for index in range(max_sources)]
         self._peers: dict[bytes, _Peer] = {}
         self._leaving: list[_Peer] = []  # lost, but their thread may still be in a read
         self._replies: deque[tuple[bytes, Body]] = deque()
@@ -105,6 +130,9 @@ class Puller:
         self._context: zmq.Context[Any] = zmq.Context()
         self._bound = router(self._context, bind, zmq.EVENT_DISCONNECTED)
         self._address: str = self._bound.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        for polled in (*self._bound, self._wakeup.fileno()):
+            self._poller.register(polled, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="puller", daemon=True)
 
     @property
@@ -195,22 +223,16 @@ class Puller:
             self._shut_down()
 
     def _poll(self) -> None:
-        poller = zmq.Poller()
-        for polled in (*self._bound, self._wakeup.fileno()):
-            poller.register(polled, zmq.POLLIN)
         now = time.monotonic()
         wait = _QUARANTINE_POLL_S if self._leaving or self._reader.quarantined() else _IDLE_POLL_S
         expiry = self._requests.next_expiry()
         if expiry is not None:
             wait = min(wait, max(0.0, expiry - now))
-        poller.poll(int(wait * 1000) + 1)
+        self._poller.poll(int(wait * 1000) + 1)
 
     def _receive(self) -> None:
-        while True:
-            try:
-                frames = self._bound.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        while has_input(self._bound.socket):
+            frames = self._bound.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             # Connections that ended before this message was read are dropped first: their descriptor may be this one's.
             self._drop_lost()
             identity = frames[0].bytes
@@ -235,7 +257,7 @@ class Puller:
                 error = f"no hand-shake was made with {self._worker_id} on this connection"
                 self._replies.append((identity, wire_pb2.ReadFailed(sequence=body.sequence, error=error)))
             elif peer.sequences.is_new(body.sequence):
-                peer.batches.put((body, time.monotonic()))
+                peer.batches.put(Announced(body, time.monotonic()))
             else:
                 self._counts.add(duplicate_batches=1)
         else:
@@ -288,7 +310,7 @@ class Puller:
         self._requests.fail_source(peer.source, peer.source.map.part.member, reason)
 
     def _reap(self) -> None:
-        """Takes back the scratch words of lost sources that write into them no more."""
+        """Takes back the scratch memory of lost sources that write into them no more."""
         for peer in list(self._leaving):
             gone = peer.thread is None or not peer.thread.is_alive()
             if gone and self._engine.idle(peer.source.map.session_id):
@@ -316,14 +338,19 @@ class Puller:
     def _pull(self, peer: _Peer) -> None:
         error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
         self._post(peer.identity, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
-        while (item := peer.batches.get()) is not None:
-            batch, received_at = item
+        while announced := peer.waiting():
+            unanswered = deque(announced)
+
+            def answer(reply: Body, unanswered: deque[Announced] = unanswered) -> None:
+                unanswered.popleft()
+                self._post(peer.identity, reply)
+
             try:
-                reply: Body = self._reader.read(peer.source, batch, received_at)
+                self._reader.read(peer.source, announced, answer)
             except Exception as failure:  # a defect here must not leave prefill waiting
-                log.exception("batch %d of %s", batch.sequence, peer.source.map.name)
-                reply = wire_pb2.ReadFailed(sequence=batch.sequence, error=repr(failure))
-            self._post(peer.identity, reply)
+                log.exception("batches of %s", peer.source.map.name)
+                for batch, _ in tuple(unanswered):
+                    answer(wire_pb2.ReadFailed(sequence=batch.sequence, error=repr(failure)))
 
     def _post(self, identity: bytes, body: Body) -> None:
         self._replies.append((identity, body))

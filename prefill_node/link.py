@@ -12,7 +12,7 @@ import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
 from transfer.outlet import Outlet
-from transfer.wire import Body, dealer, monitor_events
+from transfer.wire import Body, dealer, has_input, monitor_events
 
 _LOSS_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOSS_EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -90,12 +90,8 @@ class Link:
 
     def received(self) -> Iterator[bytes]:
         """Payloads which have arrived. An empty delimiter frame before one is tolerated."""
-        while True:
-            try:
-                frames = self._connection.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield b"".join(frames)
+        while has_input(self._connection.socket):
+            yield b"".join(self._connection.socket.recv_multipart(zmq.NOBLOCK))
 
     def accept(self, reply: wire_pb2.HelloReply) -> str | None:
         """Handles the answer to our Hello: opens the link, or returns why it stays closed."""

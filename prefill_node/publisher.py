@@ -105,6 +105,8 @@ class Publisher:
         self._wakeup = Wakeup()
         self._outlet = outlet(self._wakeup.set)
         self._context: zmq.Context[Any] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._links: dict[Endpoint, tuple[Link, float]] = {}  # with the deadline of its hand-shake; thread's own
         self._ended: OrderedDict[int, Literal["done", "fenced"]] = OrderedDict()  # thread's own
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -229,18 +231,13 @@ class Publisher:
             self._shut_down(reason)
 
     def _poll(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        for link, _ in self._links.values():
-            for polled in link.sockets:
-                poller.register(polled, zmq.POLLIN)
         now = time.monotonic()
         wake = now + _IDLE_POLL_S
         with self._lock:
             if self._batches:
                 wake = min(wake, min(batch.deadline for batch in self._batches.values()))
         wake = min([wake, *(deadline for link, deadline in self._links.values() if not link.is_open)])
-        poller.poll(int(max(0.0, wake - now) * 1000) + 1)
+        self._poller.poll(int(max(0.0, wake - now) * 1000) + 1)
 
     def _open_links(self) -> None:
         while self._outbox.connects:
@@ -252,6 +249,8 @@ class Publisher:
                     opened.set_exception(TransferRefused(f"{endpoint}: {error}"))
                     continue
                 self._links[endpoint] = link, time.monotonic() + self._handshake_timeout_s
+                for polled in link.sockets:
+                    self._poller.register(polled, zmq.POLLIN)
             link, _ = self._links[endpoint]
             if link.is_open:
                 opened.set_result(endpoint)
@@ -339,6 +338,8 @@ class Publisher:
 
     def _lose(self, link: Link, reason: str) -> None:
         del self._links[link.endpoint]
+        for polled in link.sockets:
+            self._poller.unregister(polled)
         link.close()
         with self._lock:
             self._ready.discard(link.endpoint)

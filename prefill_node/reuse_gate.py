@@ -106,7 +106,8 @@ class ReuseGate:
                 return False
             if error is not None and not use.overdue:
                 self._fail(slot, consumer, error)
-            self._changed.notify_all()
+            if all(other.fenced for other in self._uses[slot].values()):  # else nobody's wait is over
+                self._changed.notify_all()
             return True
 
     def fence(self, predicate: Callable[[Consumer], bool], reason: str) -> list[GateFailure]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import torch
 from sluice.v1 import wire_pb2
 
 from decode_node import batch_reader, pull_requests
-from decode_node.batch_reader import BatchReader, Counts, Source
+from decode_node.batch_reader import TOGETHER, Announced, BatchReader, Counts, Reply, Source
 from decode_node.pull_plan import LayerMemory, PullPlanner, TensorMemory
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences
@@ -29,6 +30,7 @@ from prefill_node.link import Endpoint, SourceInfo
 from prefill_node.publisher import Publisher
 from prefill_node.reuse_gate import ReuseGate
 from tests.kv_peers import CKV, K_ROPE, Stats, small_layout
+from transfer.memfabric import Copies
 
 CELL = 16  # bytes of a block of either tensor
 LEASE_S, JUMP_S = 10.0, 11.0
@@ -63,6 +65,16 @@ class Clock:
         """Time passes by jumps only."""
 
 
+class Anything:
+    """Whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Anything:
+        return self
+
+    def __call__(self, *arguments: object) -> Anything:
+        return self
+
+
 class Condition:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
@@ -90,6 +102,7 @@ class Budget:
     duplicates: int = 0
     failures: int = 0  # reads that fail
     timeouts: int = 0  # reads given up that go on
+    together: bool = False  # whether announcements may come so close that they are read in one go
 
 
 class Chooser:
@@ -161,7 +174,7 @@ class World:
         )
         self.publisher._ready.add(ENDPOINT)
         self.received = (ctypes.c_ubyte * (2 * layers * CELL))()
-        self._scratch = ctypes.c_uint64()
+        self._scratch = (ctypes.c_uint64 * TOGETHER)()
         at = ctypes.addressof(self.received)
         memory = [
             LayerMemory(
@@ -181,7 +194,7 @@ class World:
         self.requests.expect(self._request)
         self._announced: list[wire_pb2.ReadReady] = []
         self._deliveries: list[int] = []
-        self._replies: list[wire_pb2.ReadDone | wire_pb2.ReadFailed] = []
+        self._replies: list[Reply] = []
         self._acknowledged: list[int] = []
         self._late: list[tuple[int, int]] = []  # copies of a read given up, which are still to come
         self._busy = False
@@ -218,11 +231,14 @@ class World:
         return events
 
     def _arrivals(self) -> list[Callable[[], None]]:
-        return [
-            lambda number=number: self._arrive(number)  # type: ignore[misc]
+        coming = [
+            (number,)
             for number, times in enumerate(self._deliveries)
             if times == 0 or (times == 1 and self._left.duplicates)
         ]
+        if self._left.together:
+            coming += permutations([number for number, times in enumerate(self._deliveries) if times == 0], 2)
+        return [lambda numbers=numbers: self._arrive(*numbers) for numbers in coming]  # type: ignore[misc]
 
     def _may_go_on(self) -> bool:
         if self._program[self._step][0] != "wait":
@@ -266,20 +282,29 @@ class World:
         self._busy = False
         self.reader.settle()
 
-    def _arrive(self, number: int) -> None:
-        self._left.duplicates -= self._deliveries[number]
-        self._deliveries[number] += 1
-        batch = self._announced[number]
-        if not self._sequences.is_new(batch.sequence) and self._mutation.read_once:
-            return
-        # Its lease counts from now: decode may believe that it has more time than prefill gives it.
-        self._reading = (number, self._jumps)
-        reply = self.reader.read(self._source, batch, self._clock.now)
+    def _arrive(self, *numbers: int) -> None:
+        announced = []
+        for number in numbers:
+            self._left.duplicates -= self._deliveries[number]
+            self._deliveries[number] += 1
+            batch = self._announced[number]
+            if self._sequences.is_new(batch.sequence) or not self._mutation.read_once:
+                # Its lease counts from now: decode may believe that it has more time than prefill gives it.
+                announced.append(Announced(batch, self._clock.now))
+        unanswered = [batch for batch, _ in announced]
+
+        def answer(reply: Reply) -> None:
+            if isinstance(reply, wire_pb2.ReadDone):
+                self._check(unanswered[0].layer)
+            del unanswered[0]
+            self._replies.append(reply)
+            self._acknowledged.append(0)
+
+        self._reading = (numbers, self._jumps)
+        self.reader.read(self._source, announced, answer)
         self._reading = ()
-        if isinstance(reply, wire_pb2.ReadDone):
-            self._check(batch.layer)
-        self._replies.append(reply)
-        self._acknowledged.append(0)
+        if unanswered:
+            raise Violation("a batch is never answered")
 
     # What decode does, and what its memory must hold.
 
@@ -302,16 +327,26 @@ class World:
     # decode_node.batch_reader.ReadEngine
 
     def read(
-        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+        self,
+        session_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
     ) -> Stats:
         is_word = remote[0] == self.words.address
         for place, (to, there, size) in enumerate(zip(local, remote, sizes, strict=True)):
-            self._between((*self._reading, self._left.failures, is_word, place))
+            target = to - ctypes.addressof(self._scratch if is_word else self.received)
+            self._between((*self._reading, self._left.failures, is_word, target, len(local) - place))
             if not is_word:
                 self._maybe_fail(list(zip(local, remote, strict=True))[place:])
             if self._freed and not is_word:
                 raise Violation("a read wrote into the blocks of another request")
             ctypes.memmove(to, there, size)
+        if then is not None:
+            self.read(session_id, *then, deadline_s=deadline_s)
         return Stats(sum(sizes), len(sizes), len(sizes))
 
     def idle(self, session_id: str) -> bool:
@@ -348,7 +383,7 @@ class World:
             bytes(self.buffer)[::CELL],
             bytes(self.received)[::CELL],
             self.words[0] - self._first_word,
-            self._scratch.value - self._first_word,
+            tuple(max(0, word - self._first_word + 1) for word in self._scratch),
             tuple((use.ident, state.fenced) for use, state in self.gate._uses[0].items()),
             tuple((sequence, batch.deadline) for sequence, batch in publisher._batches.items()),
             tuple(publisher._ended.items()),
@@ -376,8 +411,7 @@ def explore(mutation: Mutation, budget: Budget) -> int:
             patch.object(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
             for module in (batch_reader, pull_requests, publisher_module, reuse_gate)
         ]
-        patches.append(patch.object(publisher_module, "zmq", SimpleNamespace(Context=lambda: None)))
-        patches.append(patch.object(publisher_module, "Wakeup", lambda: SimpleNamespace(set=lambda: None)))
+        patches += [patch.object(publisher_module, name, Anything()) for name in ("zmq", "Wakeup")]
         for each in patches:
             each.start()
         try:

@@ -15,6 +15,7 @@ import torch
 from sluice.v1 import worker_pb2
 
 from decode_node import faults as decode_faults
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.puller import Puller
 from engine.config import FaultsSection
 from prefill_node.block_sums import stamp_for
@@ -109,7 +110,7 @@ class DecodeRank:
         self.host = host
         self.engine = LocalEngine()
         self.events = Events()
-        self.scratch = (ctypes.c_uint64 * 8)()
+        self.scratch = (ctypes.c_ubyte * (8 * SOURCE_SCRATCH_BYTES))()
         self._contributors = contributors
         worker_id = f"decode-{group}/dp0/tp{rank}"
         self.puller = Puller(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transfer.peer_link import PeerLink, PeerUnreachable, dial
 
@@ -40,6 +40,14 @@ class TransferError(RuntimeError):
 
 class TransferTimeout(TransferError):
     """A read did not end by its deadline. The copy may still be running: its destination must not be reused yet."""
+
+
+class Copies(NamedTuple):
+    """``sizes[i]`` bytes from the peer's ``remote[i]`` to ``local[i]``, for all i."""
+
+    local: Sequence[int]
+    remote: Sequence[int]
+    sizes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +145,34 @@ class MemFabricEngine:
             )
 
     def read(
-        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+        self,
+        session_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
     ) -> ReadStats:
         """Copy `sizes[i]` bytes from the peer's `remote[i]` to `local[i]`, for all i; returns when all have landed.
 
-        Safe from several threads; reads on one session run one after the other. Raises TransferTimeout after
-        `deadline_s` seconds, TransferError when the peer refuses or is gone.
+        `then`: further copies, the first of which begins when all of those have landed; not in the statistics. Safe
+        from several threads; reads on one session run one after the other. Raises TransferTimeout after `deadline_s`
+        seconds, TransferError when the peer refuses or is gone.
         """
         here, there, lengths = coalesce(local, remote, sizes)
+        calls = [(here, there, lengths)] if lengths else []
+        if then is not None:
+            calls.append(coalesce(*then))
+
+        def run() -> int:
+            codes = (self._engine.batch_transfer_sync_read(session_id, *call) for call in calls)
+            return next((code for code in codes if code != 0), 0)
+
         nbytes = sum(lengths)
         started = time.monotonic()
-        if lengths:
-            self._session(session_id).call(
-                lambda: self._engine.batch_transfer_sync_read(session_id, here, there, lengths), nbytes, deadline_s
-            )
+        if calls:
+            self._session(session_id).call(run, nbytes, deadline_s)
         return ReadStats(nbytes, len(sizes), len(lengths), time.monotonic() - started)
 
     def warm(self, session_id: str, local: int, remote: int, nbytes: int = 1, *, deadline_s: float = 10.0) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import zlib
 from typing import Any, NamedTuple
 
@@ -156,35 +157,49 @@ def _socket(context: zmq.Context[Any], kind: int, events: int) -> Monitored:
     return Monitored(created, created.get_monitor_socket(events))
 
 
+def has_input(socket: zmq.Socket[Any]) -> bool:
+    """Whether a receive would not fail; asking is cheaper than one that does."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 def monitor_events(monitor: zmq.Socket[Any]) -> list[SocketEvent]:
     """All events seen since the last call; does not block."""
     seen = []
-    with contextlib.suppress(zmq.Again):
-        while True:
-            message = recv_monitor_message(monitor, zmq.NOBLOCK)
-            seen.append(SocketEvent(int(message["event"]), int(message["value"])))
+    while has_input(monitor):
+        message = recv_monitor_message(monitor, zmq.NOBLOCK)
+        seen.append(SocketEvent(int(message["event"]), int(message["value"])))
     return seen
 
 
 class Wakeup:
-    """Ends another thread's ``zmq.Poller.poll``: register ``fileno()`` for POLLIN and call ``clear`` when it fires."""
+    """Ends another thread's ``zmq.Poller.poll``: register ``fileno()`` for POLLIN and call ``clear`` when it fires.
+
+    Whoever calls ``set`` has put down first what the other thread is to look for after ``clear``. Setting it again
+    before that costs no system call.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
+        self._lock = threading.Lock()
+        self._is_set = False
 
     def fileno(self) -> int:
         return self._read.fileno()
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is set already; closed: nobody waits any more
-            self._write.send(b"\0")
+        with self._lock:
+            if not self._is_set:
+                self._is_set = True
+                with contextlib.suppress(OSError):  # closed: nobody waits any more
+                    self._write.send(b"\0")
 
     def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._read.recv(4096):
-                pass
+        with self._lock:
+            if self._is_set:
+                self._is_set = False
+                self._read.recv(1)
 
     def close(self) -> None:
         self._read.close()

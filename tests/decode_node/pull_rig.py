@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import zmq
 from sluice.v1 import wire_pb2
 
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.puller import Puller
 from tests.kv_peers import (
     EPOCH,
@@ -116,7 +117,7 @@ class Node:
         self.engine = LocalEngine()
         self.events = Events()
         self.memory = Memory(10)
-        self.scratch = (ctypes.c_uint64 * 4)()
+        self.scratch = (ctypes.c_ubyte * (4 * SOURCE_SCRATCH_BYTES))()
         self.puller = Puller(
             bind="tcp://127.0.0.1:*",
             worker_id="decode-0/dp0/tp0",
@@ -151,4 +152,4 @@ class Node:
 
     def copied(self) -> list[tuple[str, list[int]]]:
         """Engine reads other than those of generation words."""
-        return [read for read in self.engine.reads if read[1] != [8]]
+        return [read for read in self.engine.reads if set(read[1]) != {8}]

@@ -12,6 +12,7 @@ import torch
 from sluice.v1 import wire_pb2, worker_pb2
 from torch import Tensor
 
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.pull_plan import LayerMemory, TensorMemory
 from decode_node.puller import Puller
 from prefill_node.link import Endpoint, SourceInfo
@@ -54,7 +55,7 @@ class PullingReader:
         self._lock = threading.Lock()
         self._engine = LocalEngine()
         self._engine.before_read = self._wait
-        self._scratch = torch.zeros(8, dtype=torch.int64)
+        self._scratch = torch.zeros(8 * SOURCE_SCRATCH_BYTES, dtype=torch.uint8)
         self.puller = Puller(
             bind="tcp://127.0.0.1:*",
             worker_id="decode-0/dp0/tp0",
@@ -141,7 +142,7 @@ class PullingReader:
         self.puller.close()
 
     def _wait(self, session: str, sizes: Sequence[int]) -> None:
-        if list(sizes) != [8]:  # not the generation word, which is read at once after the rows
+        if 8 not in sizes:  # not the generation word, which is read at once after the rows
             with self._lock:
                 delay_s = self._random.uniform(0, self._delay_s)
             time.sleep(delay_s)

@@ -18,6 +18,7 @@ import grpc
 import torch
 from sluice.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.pull_plan import LayerMemory, TensorMemory
 from decode_node.puller import Puller
 from engine.config import SluiceConfig, load_config
@@ -77,7 +78,7 @@ class Reader:
         shape = (BLOCKS, layout.block_size, layout.index_dim)
         keys = {layer: device.empty(shape, torch.float32) for layer in layout.indexer_layers}
         self.keys.append(keys)
-        scratch = device.empty((64,), torch.int64)
+        scratch = device.empty((64 * SOURCE_SCRATCH_BYTES,), torch.uint8)
         engine = MemFabricEngine(
             host="127.0.0.1", device_id=device.device_id, role="decode", protocol="sdma", store_url="tcp://127.0.0.1:0"
         )

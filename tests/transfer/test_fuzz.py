@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sluice.v1 import client_pb2, registry_pb2, wire_pb2, worker_pb2
 
-from decode_node.batch_reader import BatchReader, Counts, Source
-from decode_node.pull_plan import WORD_BYTES, PullPlanner, PullRefused
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, Announced, BatchReader, Counts, Reply, Source
+from decode_node.pull_plan import PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.kv_peers import LAYOUT, NUM_SLOTS, SLOT_OF_LAYER, LocalEngine, Memory, Stats
+from transfer.memfabric import Copies
 from transfer.wire import MAX_MESSAGE_BYTES, Body, WireError, decode, encode
 
 MIB = 1 << 20
@@ -100,16 +101,23 @@ class GuardedEngine(LocalEngine):
         super().__init__()
         words = ctypes.addressof(WORDS)
         self._sources = [*_ranges(PREFILL), (words, words + ctypes.sizeof(WORDS))]
-        self._destinations = [*_ranges(destination), (scratch, scratch + WORD_BYTES)]
+        self._destinations = [*_ranges(destination), (scratch, scratch + SOURCE_SCRATCH_BYTES)]
 
     def read(
-        self, session_id: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int], *, deadline_s: float
+        self,
+        session_id: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
     ) -> Stats:
         for to, source, size in zip(local, remote, sizes, strict=True):
             inside = _within(self._destinations, to, size) and _within(self._sources, source, size)
             if not inside:
                 raise SystemExit(f"{size} bytes from {source:#x} to {to:#x} are outside of all tensors")
-        return super().read(session_id, local, remote, sizes, deadline_s=deadline_s)
+        return super().read(session_id, local, remote, sizes, deadline_s=deadline_s, then=then)
 
 
 def _ranges(memory: Memory) -> list[tuple[int, int]]:
@@ -152,7 +160,7 @@ BATCHES = st.builds(
 @settings(max_examples=250, deadline=None)
 @given(BATCHES, st.lists(st.integers(0, DESTINATION_BLOCKS - 1), min_size=1, max_size=4, unique=True))
 def test_no_announcement_moves_a_byte_from_or_to_anywhere_else(batch: wire_pb2.ReadReady, blocks: list[int]) -> None:
-    destination, scratch = Memory(DESTINATION_BLOCKS), ctypes.c_uint64()
+    destination, scratch = Memory(DESTINATION_BLOCKS), (ctypes.c_ubyte * SOURCE_SCRATCH_BYTES)()
     planner = PullPlanner(LAYOUT, destination.layer_memory(), name="decode-0/dp0/tp0", tp_rank=0, tp_size=1)
     requests = PullRequests(planner.layers_owed_by, lambda *_: None, lambda _: None)
     now = time.monotonic()
@@ -162,7 +170,9 @@ def test_no_announcement_moves_a_byte_from_or_to_anywhere_else(batch: wire_pb2.R
         engine, planner, requests, Counts(), read_timeout_s=1.0, read_retries=0, registration_wait_s=0.0
     )
     source = Source(planner.source(hello()), ctypes.addressof(scratch), lambda _: True)
-    reply = reader.read(source, batch, now)
+    replies: list[Reply] = []
+    reader.read(source, [Announced(batch, now)], replies.append)
+    (reply,) = replies
     assert reply.sequence == batch.sequence
     if isinstance(reply, wire_pb2.ReadFailed):
         assert reply.error or all(named.error for named in reply.requests)

@@ -21,10 +21,12 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("budget", "states"),
     [
-        (Budget(layers=2, jumps=1), 1_000),
+        (Budget(layers=2, jumps=1), 400),
         (Budget(layers=2, jumps=1, duplicates=1), 1_000),
-        (Budget(layers=2, failures=1, timeouts=1, duplicates=1), 200),
-        (Budget(layers=1, jumps=1, failures=1, timeouts=1), 1_000),
+        (Budget(layers=2, failures=1, timeouts=1, duplicates=1), 250),
+        (Budget(layers=1, jumps=1, failures=1, timeouts=1), 300),
+        (Budget(layers=2, jumps=1, failures=1, together=True), 1_000),
+        (Budget(layers=2, jumps=1, timeouts=1, together=True), 1_000),
     ],
     ids=str,
 )

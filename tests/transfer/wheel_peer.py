@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from sluice.v1 import worker_pb2
 
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.puller import Puller
 from prefill_node.generation import GenerationWords
 from prefill_node.link import Endpoint, SourceInfo, TransferRefused
@@ -155,7 +156,7 @@ class DecodePeer:
             tp_size=1,
             memory=self.device.layer_memory(self.host),
             engine=engine,
-            scratch_address=pool.take(8 * 64),
+            scratch_address=pool.take(64 * SOURCE_SCRATCH_BYTES),
             read_timeout_s=5.0,
             read_retries=2,
             handshake_timeout_s=10.0,
