@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import random
 import time
 from collections.abc import Sequence
@@ -12,10 +11,8 @@ from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
 from decode_node.scheduler import RequestState
 from engine.config import FaultsSection
-from engine.faults import dice
+from engine.faults import dice, injected
 from transfer.memfabric import Copies
-
-log = logging.getLogger(__name__)
 
 
 class HostRowEraser:
@@ -37,9 +34,7 @@ class HostRowEraser:
         blocks = self._tables.main[state.row, : -(-state.request.prompt_tokens // block_size)].long()
         for tensor in (*self._memory.host_ckv, *self._memory.host_k_rope):
             tensor[blocks] = 0
-        log.warning(
-            "faults.zero_host_rows: zeroed the %d host blocks of request %s", len(blocks), state.request.request_id
-        )
+        injected("zero_host_rows", f"zeroed the {len(blocks)} host blocks of request {state.request.request_id}")
 
 
 def reader(engine: ReadEngine, faults: FaultsSection, worker_id: str) -> ReadEngine:
@@ -72,10 +67,13 @@ class UnreliableReads:
     ) -> ReadStats:
         time.sleep(self._faults.read_delay_s)
         fails = self._draws.random() < self._faults.read_failure
+        if fails:
+            injected("read_failure", f"a read of {sum(sizes)} bytes from {session_id}")
         if fails and self._draws.random() < 0.5:
             raise OSError(f"faults.read_failure: a read from {session_id} was not made")
         stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s, then=then)
         if self._draws.random() < self._faults.read_corrupt:
+            injected("read_corrupt", f"a read of {sum(sizes)} bytes from {session_id}")
             place = self._draws.randrange(len(local))
             damaged = ctypes.c_ubyte.from_address(local[place] + self._draws.randrange(sizes[place]))
             damaged.value ^= self._draws.randrange(1, 256)

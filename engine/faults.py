@@ -26,6 +26,11 @@ def dice(faults: FaultsSection, worker_id: str, purpose: str) -> random.Random:
     return random.Random(f"{faults.seed}/{worker_id}/{purpose}")
 
 
+def injected(knob: str, what: str) -> None:
+    """Says in the process's log that a fault was injected: `make chaos` counts these lines."""
+    log.warning("faults.%s: %s", knob, what)
+
+
 def before_step(faults: FaultsSection, worker_id: str) -> Callable[[], None]:
     """What a worker's step loop calls before each step: nothing, or sometimes a sleep (`stall`, `stall_s`)."""
     if not faults.stall:
@@ -34,7 +39,7 @@ def before_step(faults: FaultsSection, worker_id: str) -> Callable[[], None]:
 
     def stall() -> None:
         if draws.random() < faults.stall:
-            log.warning("faults.stall: the step loop sleeps %g s", faults.stall_s)
+            injected("stall", f"the step loop sleeps {faults.stall_s:g} s")
             time.sleep(faults.stall_s)
 
     return stall
@@ -61,7 +66,7 @@ class UnreliableDevice(Device):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._draws.random() < self._failure:
-            log.warning("faults.device_allocation_failure: no memory for a tensor of %s", tuple(shape))
+            injected("device_allocation_failure", f"no memory for a tensor of {tuple(shape)}")
             nbytes = math.prod(shape) * dtype.itemsize
             raise DeviceOutOfMemory(self.device_id, nbytes, in_use=self.allocated_bytes, limit=self.allocated_bytes)
         return super().empty(shape, dtype)

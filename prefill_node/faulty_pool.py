@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from engine.faults import injected
 from prefill_node.pool_client import PoolClient, WrappedPool
 from transfer.mem_pool import PoolError
 
@@ -30,5 +31,6 @@ class FaultyPool(WrappedPool):
             delay_s, luck = self._random.uniform(0, self._delay_s), self._random.random()
         time.sleep(delay_s)
         if luck < self._failure:
+            injected("pool_failure", "an operation did not reach the pool")
             raise PoolError("the pool fails on demand (faults.pool_failure)")
         return operation(self._pool)

@@ -282,6 +282,11 @@ class Cluster:
         return any(text in line for line in self._output)
 
     @property
+    def output(self) -> list[str]:
+        """The lines that `sluice up` has printed so far."""
+        return list(self._output)
+
+    @property
     def logs(self) -> Path:
         """The folder of the processes' logs; gone when the cluster is."""
         return Path(self._folder.name, "logs")

@@ -15,7 +15,7 @@ import zmq
 from sluice.v1 import wire_pb2
 
 from engine.config import FaultsSection
-from engine.faults import dice
+from engine.faults import dice, injected
 from transfer.outlet import Outlet, OutletFactory
 from transfer.wire import Body, encode
 
@@ -47,16 +47,15 @@ class FaultyOutlet(Outlet):
         self._held: list[tuple[float, int, zmq.Socket[Any], list[bytes]]] = []  # a heap, by when they are due
 
     def send(self, socket: zmq.Socket[Any], body: Body, to: Sequence[bytes] = ()) -> None:
-        faults = self._faults
         payload = encode(body)
-        if self._happens(faults.message_drop):
+        if self._happens("message_drop", body):
             return
-        if isinstance(body, _ACKNOWLEDGEMENTS) and self._happens(faults.ack_loss):
+        if isinstance(body, _ACKNOWLEDGEMENTS) and self._happens("ack_loss", body):
             return
-        if self._happens(faults.message_corrupt):
+        if self._happens("message_corrupt", body):
             payload = self._damaged(payload)
-        for _ in range(2 if self._happens(faults.message_duplicate) else 1):
-            if self._happens(faults.message_delay):
+        for _ in range(2 if self._happens("message_duplicate", body) else 1):
+            if self._happens("message_delay", body):
                 self._hold(socket, [*to, payload])
             else:
                 socket.send_multipart([*to, payload], zmq.NOBLOCK)
@@ -67,8 +66,12 @@ class FaultyOutlet(Outlet):
             with contextlib.suppress(zmq.ZMQError):  # its connection may be gone by now
                 socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def _happens(self, probability: float) -> bool:
-        return self._draws.random() < probability
+    def _happens(self, knob: str, body: Body) -> bool:
+        chance: float = getattr(self._faults, knob)
+        happens = self._draws.random() < chance
+        if happens:
+            injected(knob, f"{type(body).__name__} {getattr(body, 'sequence', '')}".rstrip())
+        return happens
 
     def _hold(self, socket: zmq.Socket[Any], frames: list[bytes]) -> None:
         delay_s = self._faults.message_delay_s

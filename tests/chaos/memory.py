@@ -34,17 +34,23 @@ class MemoryWatch:
         self._stopping.set()
         self._thread.join(5.0)
 
-    def judge(self, record: Record) -> list[str]:
-        """A line per process that lived long enough; growth over the second half of its life is a violation."""
-        lines = []
+    def judge(self, record: Record) -> dict[str, tuple[float, float]]:
+        """Bytes in the middle and at the end of the life of each process that lived long enough, by its name.
+
+        Growth over the second half of its life is a violation.
+        """
+        judged = {}
         for (name, pid), sizes in sorted(self._samples.items()):
             if len(sizes) < _LEAST_SAMPLES:
                 continue
             middle, end = _middle_and_end(sizes)
-            lines.append(f"{name} (pid {pid}): {middle / MIB:.0f} -> {end / MIB:.0f} MiB")
+            judged[f"{name} (pid {pid})"] = middle, end
+            told = f"memory of {name} (pid {pid}): {middle / MIB:.0f} -> {end / MIB:.0f} MiB"
             if end - middle > max(_SHARE * middle, _LEAST_GROWTH):
-                record.violation(f"memory grows: {lines[-1]}")
-        return lines
+                record.violation(f"it grows: {told}")
+            else:
+                record.tell(told)
+        return judged
 
     def _run(self) -> None:
         while not self._stopping.wait(_PERIOD_S):

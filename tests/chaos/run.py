@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 
 from deploy.client import ClientError
 from tests.chaos.disturb import Disturber, name_of
+from tests.chaos.faults import injected_faults
 from tests.chaos.load import REQUEST_TIMEOUT_S, Clients, ask_all
 from tests.chaos.memory import MemoryWatch
 from tests.chaos.questions import Question
@@ -60,7 +62,10 @@ class Outcome:
     seed: int
     seconds: float
     record: Record
-    memory: list[str] = field(default_factory=list)
+    memory: dict[str, tuple[float, float]] = field(default_factory=dict)  # see MemoryWatch.judge
+    faults: dict[str, Counter[str]] = field(default_factory=dict)  # see injected_faults
+    restarts: int = 0
+    pools_zero: bool = False
 
     @property
     def failed(self) -> bool:
@@ -75,18 +80,31 @@ def run(seed: int, seconds: float, questions: list[Question], faults: dict[str, 
     record = Record(log)
     outcome = Outcome(seed, seconds, record)
     fields = FIELDS | ({"faults.seed": seed, **faults} if faults else {})
+    record.tell(f"seed {seed}, {seconds:g} s, knobs: {', '.join(f'{key}={value}' for key, value in fields.items())}")
     try:
         with Cluster(PASSKEY_GLM, fields, may_hang=True) as cluster:
             try:
                 _disturb(cluster, outcome, questions)
                 record.tell("calm")
                 _recover(cluster, questions, record)
+                outcome.pools_zero = True
                 record.tell("stop")
             finally:
-                shutil.copytree(cluster.logs, log.with_suffix(".logs"), dirs_exist_ok=True)
+                _keep_logs(cluster, outcome, log.with_suffix(".logs"))
     except AssertionError as error:
         record.violation(str(error))
     return outcome
+
+
+def _keep_logs(cluster: Cluster, outcome: Outcome, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(cluster.logs, folder)
+    (folder / "sluice-up.txt").write_text("\n".join(cluster.output), encoding="utf-8")
+    outcome.restarts = sum(line.startswith("starting ") and line.endswith(" again") for line in cluster.output)
+    outcome.faults = injected_faults(folder)
+    for process, counts in outcome.faults.items():
+        struck = ", ".join(f"{knob} {count}" for knob, count in sorted(counts.items()))
+        outcome.record.tell(f"faults injected by {process}: {struck}")
 
 
 def _disturb(cluster: Cluster, outcome: Outcome, questions: list[Question]) -> None:

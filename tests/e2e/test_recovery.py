@@ -68,10 +68,14 @@ class Asked:
 
 
 def busy(cluster: Cluster, role: str, counter: str = "") -> str:
-    """The leader of the group that works on something."""
+    """The leader of the group that works on something; not one that died at work in an earlier test."""
     for worker in cluster.status().workers:
         status = worker.status
-        if worker.info.worker_id.startswith(role) and (status.running or (counter and status.counters[counter])):
+        if (
+            worker.health == "ready"
+            and worker.info.worker_id.startswith(role)
+            and (status.running or (counter and status.counters[counter]))
+        ):
             return worker.info.worker_id
     return ""
 
