@@ -45,6 +45,8 @@ def test_manifests_fit_the_objects_of_kuberay(manifest: dict[str, Any]) -> None:
 
 def test_the_job_runs_on_the_cluster_that_is_applied_with_it() -> None:
     assert JOB["spec"]["clusterSelector"] == {"ray.io/cluster": CLUSTER["metadata"]["name"]}
+    ignored_or_refused = {"shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "suspend"}  # on a cluster that stays
+    assert JOB["spec"]["backoffLimit"] == 0 and not ignored_or_refused & set(JOB["spec"])
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
     assert set(kustomization["resources"]) == {"cluster.yaml", "job.yaml"}
     [generated] = kustomization["configMapGenerator"]

@@ -178,14 +178,17 @@ class RayHead:
 
 
 @contextlib.contextmanager
-def job_of(cluster: str, log: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The job's documented command with further arguments, on the Ray cluster at an address, as Ray itself runs it."""
+def job_of(cluster: str, log: Path, *more: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The job's documented command with further arguments, on the Ray cluster at an address, as Ray itself runs it.
+
+    `variables` are those of the head's environment that matter.
+    """
     command = [*shlex.split(documented("ray job submit").partition(" -- ")[2]), *more]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=environment() | {"RAY_ADDRESS": cluster},
+            env=environment() | {"RAY_ADDRESS": cluster, **variables},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

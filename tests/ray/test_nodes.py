@@ -1,4 +1,4 @@
-"""A deployment over two nodes of a Ray cluster, one of which dies."""
+"""A deployment over two nodes of a Ray cluster, one of which dies; its stop ends requests first."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def job(cluster: Any, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The job's own command, as Ray runs it on the head."""
     for _ in range(2):
         cluster.add_node(num_cpus=2, resources={"NPU": 2}, object_store_memory=OBJECT_STORE_BYTES)
-    resources = options(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}")
-    with job_of(cluster.address, log, *resources) as running:
+    fields = options(ray__prefill_resources="{NPU: 1}", ray__decode_resources="{NPU: 1}", runtime__drain_s=20)
+    with job_of(cluster.address, log, *fields, RAY_JOB_STOP_WAIT_TIME_S="40") as running:
         yield running
 
 
@@ -72,10 +72,14 @@ def test_a_lost_node_is_replaced(cluster: Any, job: subprocess.Popen[bytes], log
         after = pids(client)
         assert raylet_of(after["decode-0/dp0/tp0"]) == homes["prefill-0/tp0"]
         assert after["prefill-0/tp0"] == before["prefill-0/tp0"], "the other node's group goes on"
-    running = deployment_processes()
-    folders |= folders_of(running)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(10) == 0, log.read_text()
+        running = deployment_processes()
+        folders |= folders_of(running)
+        stream = greedy(client, 400)
+        tokens = [next(stream) for _ in range(4)]
+        job.send_signal(signal.SIGTERM)
+        wait_for(lambda: "stopping" in log.read_text(), 10, log.read_text)
+        assert_tokens_match([*tokens, *stream], Oracle(PASSKEY_GLM).greedy(PROMPT, 400))  # runtime.drain_s
+    assert job.wait(40) == 0, log.read_text()
     wait_for(lambda: not deployment_processes(), 10, lambda: f"left: {deployment_processes()}")
     assert [folder for folder in folders if folder.exists()] == []
 
