@@ -126,7 +126,7 @@ def _await_pool(config: SluiceConfig, signals: Signals) -> None:
 def pod_run(config: SluiceConfig, pod: Pod) -> Iterator[Run]:
     """This pod's folders and its resolved sluice.yaml. Raises ConfigError."""
     run_dir = Path(config.runtime.run_dir or "/run/sluice")
-    check(config)
+    check(config, grpc=pod.role is not Role.POOL_SERVICE)
     mine = _with_store_port(pod_config(config, pod, str(run_dir)))
     with _device_root(config) as device_root:
         try:

@@ -41,8 +41,10 @@ class Trust:
 
     def failure(self, details: str) -> str | None:
         """What is wrong with certificates when a call has ended so (`details` of its error); None if it is not that."""
+        if "failed to connect" not in details:
+            return None
         if self.ca is None:
-            return "if it speaks TLS, security.ca is missing" if "Socket closed" in details else None
+            return _IN_THE_CLEAR if any(mark in details for mark in _CLOSED) else None
         return next((text for mark, text in _FAILURES if mark in details), None)
 
     def _credentials(self) -> grpc.ChannelCredentials:
@@ -53,8 +55,10 @@ class Trust:
         return [*options, *name]
 
 
+_CLOSED = ("Socket closed", "reset by peer")
+_IN_THE_CLEAR = "it closed the connection; if it speaks TLS, security.ca is missing"
 _FAILURES = (
-    ("WRONG_VERSION_NUMBER", "security.ca is given, but it does not speak TLS"),
+    *((mark, "security.ca is given, but it does not seem to speak TLS") for mark in ("WRONG_VERSION_NUMBER", *_CLOSED)),
     ("Hostname Verification", "its certificate is for another name than the one called; see security.server_name"),
     ("certificate has expired", "its certificate has expired"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not one that security.ca knows"),

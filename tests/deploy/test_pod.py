@@ -19,6 +19,7 @@ from deploy.pod import health_targets, pod_processes, pod_run, stop_phases
 from deploy.pod_plan import Pod, Role, pod_config
 from engine.config import ConfigError, SluiceConfig, load_config
 from engine.ports import free_port
+from tests.certificates import NAME, Authority, section
 from tests.checkpoints import PASSKEY_GLM
 from tests.cluster import REPOSITORY
 
@@ -104,6 +105,28 @@ def test_a_pod_runs_all_ranks_of_its_group_and_the_leaders_stop_first(tmp_path: 
             (("decode-1/dp0/tp1", "decode-1/dp1/tp1"), 10.0),
         ]
     assert not (tmp_path / "devices").exists()
+
+
+def test_certificates_and_keys_are_read_where_they_are_used(tmp_path: Path) -> None:
+    """MemCache's pod has no Secret; a pod that serves gRPC does not begin without it, and its probes trust it."""
+    absent = configured(tmp_path, "security.worker_keys=/absent")
+    with pod_run(absent, pod("memcache-meta")):
+        pass
+    for role in (pod("meta-server"), pod("prefill", "sluice-prefill-0"), pod("decode", "sluice-decode-0")):
+        with (
+            pytest.raises(ConfigError, match=r"security\.worker_keys = '/absent': cannot be read"),
+            pod_run(absent, role),
+        ):
+            pass
+    authority = Authority(tmp_path)
+    fields = section(authority, authority.issue("pair"), server_name=NAME)
+    secured = configured(tmp_path, *(f"security.{name}={value}" for name, value in fields.items()))
+    here = pod("prefill", "sluice-prefill-0")
+    with pod_run(secured, here) as run:
+        targets = health_targets(run, pod_processes(run, here))
+        probe.write_targets(tmp_path, targets)
+    assert {(target.ca, target.server_name) for target in targets} == {(str(authority.file), NAME)}
+    assert probe.read_targets(tmp_path) == targets
 
 
 def test_probes_tell_alive_from_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from deploy.client import Client, ClientError
 from engine.credentials import Credentials
 from engine.security_section import SecuritySection
 from engine.trust import Trust
+from tests.cluster import REPOSITORY
 from tests.e2e.test_equal_to_transformers import prompt_of
 from tests.kube.conftest import Kubectl, run_documented, run_kubectl
 from tests.kube.load import Asked, Load, stream
@@ -113,6 +114,12 @@ def test_pods_have_no_rights(kubectl: Kubectl) -> None:
     assert kubectl("exec", "sluice-decode-0", "--", "sh", "-c", command).split() == ["1", "10001"]
 
 
+def test_the_server_accepts_the_ascend_overlay() -> None:
+    """Without running it: its pods need NPU hardware."""
+    said = run_kubectl("apply", "--dry-run=server", "-f", str(REPOSITORY / "deploy" / "k8s" / "sluice.yaml"))
+    assert said.count("(server dry run)") == len(said.splitlines()) > 10
+
+
 def test_decode_scales_out(kubectl: Kubectl) -> None:
     kubectl("scale", "statefulset/sluice-decode", "--replicas=2")
     kubectl("rollout", "status", "statefulset/sluice-decode", "--timeout=180s")
@@ -171,17 +178,22 @@ def test_accounting_returns_to_zero() -> None:
 def test_a_secret_with_keys_and_certificates(
     kubectl: Kubectl, secured_overlay: Path, security: SecuritySection, oracle: Oracle
 ) -> None:
-    """As docs/operations.md says: a Secret and a section of sluice.yaml; then nobody is served without both."""
+    """As docs/operations.md says: a Secret and a section of sluice.yaml; then nobody is served without both.
+
+    Each pod holds two ranks now.
+    """
     run_kubectl("apply", "-k", str(secured_overlay))
     for workload in WORKLOADS:
         kubectl("rollout", "status", workload, "--timeout=240s")
     trust = Credentials.of_client(security).as_client
 
+    ranks = {f"{group}/tp{rank}" for group in ("prefill-0", "decode-0/dp0") for rank in range(2)}
+
     def ready() -> bool:
         with Client("sluice.sluice:50051", trust) as client:
-            return {w.info.worker_id for w in client.status().workers if w.health == "ready"} == FIRST_WORKERS
+            return {w.info.worker_id for w in client.status().workers if w.health == "ready"} == ranks
 
-    until(ready, "the workers are known to a meta server that asks for keys")
+    until(ready, "all ranks are known to a meta server that asks for keys")
     prompt = prompt_of(LONG_LENGTH)
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     context = ssl.create_default_context(cafile=security.ca)

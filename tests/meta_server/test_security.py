@@ -54,6 +54,10 @@ async def serving(config: SluiceConfig) -> AsyncIterator[MetaServer]:
         await server.stop()
 
 
+def http_of(server: MetaServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.http_port}", timeout=20)
+
+
 async def status_code(trust: Trust, port: int) -> grpc.StatusCode:
     """How GetStatus ends."""
     async with trust.aio_channel(f"127.0.0.1:{port}") as channel:
@@ -70,7 +74,9 @@ async def test_nothing_is_served_without_a_key(authority: Authority, keys: dict[
     config = configured(section(authority, authority.issue("keyed"), **keys))
     async with serving(config) as server:
         context = ssl.create_default_context(cafile=str(authority.file))
-        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{server.http_port}", verify=context) as http:
+        async with httpx.AsyncClient(
+            base_url=f"https://127.0.0.1:{server.http_port}", verify=context, timeout=20
+        ) as http:
             for path in ("/v1/completions", "/v1/chat/completions"):
                 assert (await http.post(path, json={"prompt": [5]})).status_code == 401
             for header in ({}, {"Authorization": "Bearer client-3"}, {"Authorization": "Bearer worker-1"}):
@@ -104,7 +110,7 @@ async def test_nothing_is_served_without_a_key(authority: Authority, keys: dict[
 async def test_keys_work_without_tls(keys: dict[str, object]) -> None:
     """Where something else encrypts."""
     config = configured({name: str(file) for name, file in keys.items()})
-    async with serving(config) as server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.http_port}") as http:
+    async with serving(config) as server, http_of(server) as http:
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/models", headers={"Authorization": "Bearer client-1"})).status_code == 200
         assert await status_code(Credentials.of(config.security).as_client, server.grpc_port) is grpc.StatusCode.OK
@@ -142,7 +148,7 @@ async def test_clients_are_told_what_is_wrong_with_certificates(
     assert "its certificate is not one that security.ca knows" in await said(secured, Trust(stranger.file.read_bytes()))
     assert "its certificate is for another name" in await said(secured, Trust(known, name))
     assert "if it speaks TLS, security.ca is missing" in await said(secured, Trust())
-    assert "it does not speak TLS" in await said(plain, Trust(known))
+    assert "it does not seem to speak TLS" in await said(plain, Trust(known))
     monkeypatch.setattr("engine.credentials._check_certificate", lambda _: None)  # it expires while it is served
     expired = configured(section(authority, authority.issue("expired", -DAY)))
     assert "its certificate has expired" in await said(expired, Trust(known, NAME))
