@@ -8,7 +8,7 @@ import grpc
 from sluice.v1 import client_pb2, client_pb2_grpc
 
 from engine.config import SluiceConfig
-from engine.credentials import Credentials
+from engine.credentials import client_trust
 from engine.trust import PLAIN, Trust
 
 _MAX_MESSAGE = 64 << 20
@@ -31,7 +31,7 @@ class Client:
     @classmethod
     def of(cls, config: SluiceConfig, address: str) -> Client:
         """A connection with the certificates and the key that section `security` names. Raises ConfigError."""
-        return cls(address, Credentials.of_client(config.security).as_client)
+        return cls(address, client_trust(config.security))
 
     def __enter__(self) -> Client:
         return self

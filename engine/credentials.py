@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of which a caller must show one. `source` is where they are from, for error texts."""
+    """Keys of which a caller must show one."""
 
-    source: str
     values: tuple[str, ...] = field(repr=False)
 
     def refusal(self, authorization: str | None) -> str | None:
@@ -57,40 +56,28 @@ class Credentials:
     (test_nothing_is_served_without_a_key). Clients' keys open nothing but the client API.
     """
 
-    section: SecuritySection
     server: grpc.ServerCredentials | None
     clients: Keys | None
     workers: Keys | None
-    as_client: Trust
     as_worker: Trust
 
     @classmethod
     def of(cls, section: SecuritySection) -> Credentials:
-        """Reads what `section` names, for a process that serves.
+        """Reads what `section` names.
 
         Raises ConfigError, naming the field and the file: cannot be read, is not what it should be, key and
         certificate do not belong together, callers would not accept the certificate (now: it may have expired).
         """
         if section.ca is not None and section.certificate is None:
             raise ConfigError("security.ca is given without security.certificate: callers would expect TLS")
-        callers = cls.of_client(section)
+        workers = _keys("worker_keys", section.worker_keys)
+        trust = _trust(section, workers)
         server = None
         if section.certificate is not None and section.private_key is not None:
             pair = (_read("private_key", section.private_key), _read("certificate", section.certificate))
             _check_certificate(section)
             server = grpc.ssl_server_credentials([pair])
-        return cls(section, server, callers.clients, callers.workers, callers.as_client, callers.as_worker)
-
-    @classmethod
-    def of_client(cls, section: SecuritySection) -> Credentials:
-        """Likewise for a process that only calls. Raises ConfigError."""
-        clients = _keys("api_keys", section.api_keys)
-        workers = _keys("worker_keys", section.worker_keys)
-        ca = None if section.ca is None else _read("ca", section.ca)
-        if ca is not None:
-            _load_ca(section)
-        trusts = [Trust(ca, section.server_name, keys.values[0] if keys else None) for keys in (clients, workers)]
-        return cls(section, None, clients, workers, *trusts)
+        return cls(server, _keys("api_keys", section.api_keys), workers, trust)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """Adds a port to `server` and returns it. Raises RuntimeError when it is taken."""
@@ -102,6 +89,11 @@ class Credentials:
     def interceptors(self) -> Sequence[Interceptor]:
         """For the constructor of a gRPC server."""
         return [KeyCheck(self)] if self.clients or self.workers else []
+
+
+def client_trust(section: SecuritySection) -> Trust:
+    """What a client of the deployment needs of `section`: the authority and an API key. Raises ConfigError."""
+    return _trust(section, _keys("api_keys", section.api_keys))
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -151,7 +143,15 @@ def _keys(name: str, source: str | None) -> Keys | None:
         raise ConfigError(f"security.{name} = {source!r}: holds no key")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ConfigError(f"security.{name} = {source!r}: a key may hold printable ASCII characters only")
-    return Keys(f"security.{name}", keys)
+    return Keys(keys)
+
+
+def _trust(section: SecuritySection, keys: Keys | None) -> Trust:
+    ca = None
+    if section.ca is not None:
+        ca = _read("ca", section.ca)
+        _load_ca(section)
+    return Trust(ca, section.server_name, keys.values[0] if keys else None)
 
 
 def _load_ca(section: SecuritySection) -> ssl.SSLContext:

@@ -24,7 +24,7 @@ from sluice.v1 import client_pb2, common_pb2
 
 from deploy.client import Client
 from engine.config import load_config
-from engine.credentials import Credentials
+from engine.credentials import client_trust
 from transfer import hostcann
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -92,7 +92,7 @@ class Cluster:
                 raise ClusterError(f"the deployment did not start:\n{self.diagnosis()}")
         config = load_config(Path(self._folder.name, "sluice.yaml"))
         self._grpc = Client.of(config, self.grpc_address)
-        trust = Credentials.of_client(config.security).as_client
+        trust = client_trust(config.security)
         verify = ssl.create_default_context(cafile=config.security.ca) if trust.ca else True
         self._http = httpx.Client(base_url=self.http_url, timeout=300.0, verify=verify, headers=dict(trust.metadata))
         self.root = Path(str(config.hostcann.root))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ConfigError, build_config, load_config
-from engine.credentials import Credentials, Keys
+from engine.credentials import Credentials, Keys, client_trust
 from engine.security_section import SecuritySection
 from tests.certificates import DAY, NAME, Authority
 
@@ -80,7 +80,7 @@ def test_fields_that_need_each_other_come_together(folder: Path, fields: dict[st
 
 def test_a_server_needs_a_certificate_where_callers_look_for_one(folder: Path) -> None:
     only_ca = security(folder, ca="ca.crt")
-    assert Credentials.of_client(only_ca).as_client.ca
+    assert client_trust(only_ca).ca
     with pytest.raises(ConfigError, match=r"security\.ca is given without security\.certificate"):
         Credentials.of(only_ca)
 
@@ -90,9 +90,10 @@ def test_keys_come_from_a_file_or_a_variable(folder: Path, monkeypatch: pytest.M
     found = Credentials.of(security(folder, api_keys="keys", worker_keys="env:SLUICE_TEST_KEYS"))
     assert found.clients and found.clients.values == ("first", "second")
     assert found.workers and found.workers.values == ("third", "fourth")
-    assert found.as_client.metadata == (("authorization", "Bearer first"),)
+    client = client_trust(security(folder, api_keys="keys", worker_keys="absent"))
+    assert client.metadata == (("authorization", "Bearer first"),)
     assert found.as_worker.metadata == (("authorization", "Bearer third"),)
-    assert "first" not in repr(found) and "third" not in repr(found), "keys do not get into logs"
+    assert "first" not in repr((found, client)) and "third" not in repr(found), "keys do not get into logs"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_keys_come_from_a_file_or_a_variable(folder: Path, monkeypatch: pytest.M
     ],
 )
 def test_any_of_the_keys_opens(header: str | None, reason: str | None) -> None:
-    refusal = Keys("security.api_keys", ("first", "second")).refusal(header)
+    refusal = Keys(("first", "second")).refusal(header)
     assert refusal is None if reason is None else reason in str(refusal)
 
 

@@ -13,7 +13,7 @@ import pytest
 from sluice.v1 import client_pb2, common_pb2
 
 from deploy.client import Client, ClientError
-from engine.credentials import Credentials
+from engine.credentials import client_trust
 from engine.security_section import SecuritySection
 from engine.trust import Trust
 from tests.cluster import REPOSITORY
@@ -185,7 +185,7 @@ def test_a_secret_with_keys_and_certificates(
     run_kubectl("apply", "-k", str(secured_overlay))
     for workload in WORKLOADS:
         kubectl("rollout", "status", workload, "--timeout=240s")
-    trust = Credentials.of_client(security).as_client
+    trust = client_trust(security)
 
     ranks = {f"{group}/tp{rank}" for group in ("prefill-0", "decode-0/dp0") for rank in range(2)}
 

@@ -17,7 +17,7 @@ from sluice.v1 import client_pb2, client_pb2_grpc, registry_pb2, registry_pb2_gr
 from deploy import probe
 from deploy.client import Client, ClientError
 from engine.config import SluiceConfig, build_config
-from engine.credentials import Credentials
+from engine.credentials import Credentials, client_trust
 from engine.trust import Trust
 from meta_server.server import MetaServer
 from tests.certificates import DAY, NAME, Authority, section
@@ -89,16 +89,16 @@ async def test_nothing_is_served_without_a_key(authority: Authority, keys: dict[
                 assert (await http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code == 200
             assert (await http.get("/health")).status_code == 503, "no key is asked for, and no group is ready"
             assert (await http.get("/metrics")).status_code == 200
-        ours = Credentials.of(config.security)
+        ours, client = Credentials.of(config.security), client_trust(config.security)
         ok, refused = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED
-        for trust, code in ((ours.as_client, ok), (ours.as_worker, refused), (Trust(ours.as_client.ca), refused)):
+        for trust, code in ((client, ok), (ours.as_worker, refused), (Trust(client.ca), refused)):
             assert await status_code(trust, server.grpc_port) is code
-        async with ours.as_client.aio_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        async with client.aio_channel(f"127.0.0.1:{server.grpc_port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
             registry = registry_pb2_grpc.RegistryServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="not a valid one") as caught:
-                await registry.Heartbeat(WORKER, timeout=20, metadata=ours.as_client.metadata)
+                await registry.Heartbeat(WORKER, timeout=20, metadata=client.metadata)
             assert caught.value.code() is refused
             assert not (await registry.Heartbeat(WORKER, timeout=20, metadata=ours.as_worker.metadata)).known
             generate = client_pb2_grpc.SluiceServiceStub(channel).Generate(client_pb2.GenerateRequest(), timeout=20)
@@ -113,7 +113,7 @@ async def test_keys_work_without_tls(keys: dict[str, object]) -> None:
     async with serving(config) as server, http_of(server) as http:
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/models", headers={"Authorization": "Bearer client-1"})).status_code == 200
-        assert await status_code(Credentials.of(config.security).as_client, server.grpc_port) is grpc.StatusCode.OK
+        assert await status_code(client_trust(config.security), server.grpc_port) is grpc.StatusCode.OK
         assert await status_code(Trust(), server.grpc_port) is grpc.StatusCode.UNAUTHENTICATED
 
 
