@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ from rich.console import Console
 from benchmarks.harness import RESULTS, Pair, Row, Timing, publish, rate_row
 from benchmarks.transfer_peers import PeerFailed, prefill_and_decode, reader_and_sources
 from benchmarks.transfer_shapes import (
-    BLOCKS,
-    INDEXER,
     LAYERS,
-    MAIN,
     MAX_SOURCES,
     Shape,
     growth,
+    layers_in_order,
     shapes,
     share_of_sources,
 )
@@ -43,10 +42,9 @@ GOALS: Mapping[str, float] = {
     "one range of 256 MiB": 1.0,
 }
 PARTS = ("sluice", "nixl", "mooncake", "sources", "handshake", "layers")
-PULL_BYTES = LAYERS * BLOCKS * (MAIN + INDEXER)
 _HANDSHAKES = 2000
 _CHECKSUMS = ("off", "sample", "all")
-_AHEAD = 4  # layers published before the first one is acknowledged
+_AHEAD = 1, 4, 16  # layers published before the first one is acknowledged
 
 
 def pair_of(answer: Mapping[str, Any]) -> Pair:
@@ -122,29 +120,29 @@ def handshake_rows(folder: Path) -> Iterator[Row]:
 
 def layers_rows(budget_s: float, root: Path) -> Iterator[Row]:
     """One request's 61 layers through publisher and puller, for each way to send checksums; bytes are checked."""
-    plain = 0.0
+    shape = layers_in_order()
     for checksum in _CHECKSUMS:
         with prefill_and_decode(checksum, root) as (prefill, decode):
-            whole: list[float] = []
+            whole: dict[int, list[tuple[float, float]]] = {ahead: [] for ahead in _AHEAD}
             single: list[float] = []
             end = time.perf_counter() + 2 * budget_s
-            for number in itertools.count(1):
-                if number > 12 and time.perf_counter() > end:
+            for number, ahead in enumerate(itertools.cycle(_AHEAD), 1):
+                if number > 6 * len(_AHEAD) and time.perf_counter() > end:
                     break
-                ahead = 1 if number % 2 else _AHEAD
                 decode.ask("expect", f"r{number}", number)
                 took, *layers = prefill.ask("pull", f"r{number}", number, ahead)
                 decode.ask("receive", f"r{number}")
+                whole[ahead].append((took, decode.ask("memcpy")))
                 if ahead == 1:
                     single += layers
-                else:
-                    whole.append(took)
             if not decode.ask("right"):
                 raise PeerFailed(f"wrong bytes arrived with checksums {checksum}")
-        name = f"sluice: publisher to puller, 61 layers x 16 blocks, checksums {checksum}"
-        row = rate_row(name, PULL_BYTES, Timing.of(whole[1:]), "GB/s", plain or None, f"{_AHEAD} layers under way")
-        plain = plain or row.value
-        yield row
+        for ahead, spent in whole.items():
+            ours, plain = zip(*spent[1:], strict=True)
+            ratios = [took / copy for took, copy in spent[1:]]
+            row = speed_row("sluice", shape, Pair(*map(Timing.of, (ours, plain, ratios))), None)
+            name = f"sluice: publisher to puller, 61 layers x 16 blocks, checksums {checksum}, {ahead} under way"
+            yield replace(row, name=name)
         cuts = statistics.quantiles(single[LAYERS:], n=100)
         for name, cut in (("p50", 49), ("p99", 98)):
             yield Row(

@@ -16,7 +16,8 @@ import torch
 from sluice.v1 import wire_pb2, worker_pb2
 
 from benchmarks.child import serve
-from benchmarks.transfer_shapes import BLOCKS, LAYERS
+from benchmarks.transfer_child import PlainCopy
+from benchmarks.transfer_shapes import BLOCKS, LAYERS, layers_in_order
 from decode_node.pull_plan import LayerMemory, TensorMemory
 from decode_node.puller import Puller
 from prefill_node.block_sums import stamp_for
@@ -156,6 +157,7 @@ class Decode:
             on_quiescent=self._free.put,
         )
         self._puller.start()
+        self._plain = PlainCopy().of(layers_in_order())
 
     def address(self) -> str:
         return self._puller.address
@@ -170,6 +172,12 @@ class Decode:
             raise RuntimeError(error)
         self._puller.release(request)
         self._free.get(timeout=_S)
+
+    def memcpy(self) -> float:
+        """Seconds for the same copies by memcpy between two regions of this process."""
+        start = time.perf_counter()
+        self._plain(0)
+        return time.perf_counter() - start
 
     def right(self) -> bool:
         got = torch.frombuffer((ctypes.c_uint8 * BYTES).from_address(self._memory), dtype=torch.uint8)

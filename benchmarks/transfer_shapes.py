@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 KIB, MIB = 1 << 10, 1 << 20
 REGION = 320 * MIB
@@ -70,6 +71,17 @@ def request_layers() -> list[Batch]:
             joined([Batch(each.local[part], each.remote[part], each.sizes[part]) for each in (main, indexer)])
         )
     return layers
+
+
+def layers_in_order() -> Shape:
+    """As many blocks as `request_layers`, one behind the other: what publisher and puller are measured with."""
+    batches, at = [], 0
+    for _ in range(LAYERS):
+        sizes = [MAIN] * BLOCKS + [INDEXER] * BLOCKS
+        places = [at + start for start in accumulate(sizes, initial=0)]
+        batches.append(Batch(places[:-1], places[:-1], sizes))
+        at = places[-1]
+    return Shape("61 layers x 16 blocks in order", batches)
 
 
 def shapes() -> list[Shape]:

@@ -87,10 +87,11 @@ class Descriptors:
     summed_sizes: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
 
-    def add(self, source: TensorMemory, remote_block: int, destination: TensorMemory, local_block: int) -> None:
-        self.local.append(destination.address + local_block * destination.block_bytes)
-        self.remote.append(source.address + remote_block * source.block_bytes)
-        self.sizes.append(source.block_bytes)
+    def add(self, source: TensorMemory, remote: Sequence[int], destination: TensorMemory, local: Sequence[int]) -> None:
+        """Block ``remote[i]`` of the source's to ``local[i]`` of the destination's, for each i."""
+        self.local += [destination.address + block * destination.block_bytes for block in local]
+        self.remote += [source.address + block * source.block_bytes for block in remote]
+        self.sizes += [source.block_bytes] * len(remote)
 
     def extend(self, other: Descriptors) -> None:
         self.local += other.local
@@ -236,8 +237,9 @@ class PullPlanner:
         for kind in kinds_of(self.layout, layer):
             is_main = kind in MAIN_KINDS
             remote, local = (entry.main_blocks, main_places) if is_main else (entry.indexer_blocks, indexer_places)
-            for index in main_part if is_main else indexer_part:
-                descriptors.add(theirs[kind], remote[index], ours[kind], local[index])
+            share = main_part if is_main else indexer_part
+            mine = slice(share.start, share.stop)
+            descriptors.add(theirs[kind], remote[mine], ours[kind], local[mine])
         for kinds, places, positions, sums in (
             (main_kinds, main_places, entry.summed_main, entry.main_sums),
             (indexer_kinds, indexer_places, entry.summed_indexer, entry.indexer_sums),

@@ -23,6 +23,7 @@ WIRE_VERSION = 2
 _CRC_BYTES = 4  # little-endian, behind the serialized message
 MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
 _DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
+_POLLIN = int(zmq.POLLIN)
 _HEARTBEAT_MS = 5_000  # a host that vanished without closing its connections is noticed after three of these
 
 Body = (
@@ -159,7 +160,7 @@ def _socket(context: zmq.Context[Any], kind: int, events: int) -> Monitored:
 
 def has_input(socket: zmq.Socket[Any]) -> bool:
     """Whether a receive would not fail; asking is cheaper than one that does."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def monitor_events(monitor: zmq.Socket[Any]) -> list[SocketEvent]:

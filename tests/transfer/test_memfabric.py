@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import tempfile
 import time
@@ -33,7 +35,7 @@ def engine(root: Path, role: str, device: int, fill: int, *, offset: int = 0) ->
         f"""
 import ctypes, time
 from transfer.hostcann import runtime
-from transfer.memfabric import MemFabricEngine, TransferError
+from transfer.memfabric import Copies, MemFabricEngine, TransferError
 memory = runtime.malloc({device}, {SIZE})
 ctypes.memset(memory, {fill}, {SIZE})
 where = dict(host="127.0.0.1", device_id={device}, store_url="tcp://127.0.0.1:1")
@@ -132,6 +134,39 @@ def test_a_session_that_nobody_serves_fails_at_once_and_a_silent_one_at_its_dead
         reader.run("engine.close()")
         with pytest.raises(WorkerError, match="closed"):
             reader.run(f"read('{session}', {memory}, 4096)")
+
+
+def test_open_links_go_on_while_a_link_to_a_stopped_peer_is_opening(root: Path) -> None:
+    """The wheel opens links one by one, in whatever thread: others cannot be opened until the stopped peer goes on."""
+    with (
+        engine(root, "decode", 3, 0) as reader,
+        engine(root, "prefill", 0, 5) as stopped,
+        engine(root, "prefill", 1, 6) as known,
+        engine(root, "prefill", 2, 7) as new,
+    ):
+        for child in (reader, stopped, known, new):
+            child.wait()
+        (known_session, known_memory), (new_session, new_memory) = address_of(known), address_of(new)
+        session, memory = address_of(stopped)
+        assert reader.value(f"read('{known_session}', {known_memory}, {SIZE})") == [SIZE, 1, 1]
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="did not end within"):
+            reader.run(f"read('{session}', {memory}, 1, deadline_s=1.0)")
+        assert not reader.value(f"engine.idle('{session}')")
+        assert reader.value(f"read('{known_session}', {known_memory}, {SIZE})") == [SIZE, 1, 1]
+        assert reader.value(f"byte({SIZE - 1})") == 6
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        assert reader.value(f"read('{new_session}', {new_memory}, {SIZE})") == [SIZE, 1, 1]
+        assert reader.value("byte(0)") == 7
+
+
+def test_what_is_read_then_is_not_in_the_statistics_but_arrives(root: Path) -> None:
+    with engine(root, "decode", 1, 0) as reader, engine(root, "prefill", 0, 5) as source:
+        reader.wait(), source.wait()
+        session, there = address_of(source)
+        stats = "engine.read({!r}, [memory], [{}], [8], deadline_s=20.0, then=Copies([memory + 64], [{}], [8])).bytes"
+        assert reader.value(stats.format(session, there, there + 64)) == 8
+        assert reader.value("[byte(at) for at in (0, 7, 8, 63, 64, 71, 72)]") == [5, 5, 0, 0, 5, 5, 0]
 
 
 def test_only_device_memory_can_take_part(root: Path) -> None:
