@@ -85,11 +85,12 @@ def security(tmp_path_factory: pytest.TempPathFactory, kubectl: Kubectl, deploye
 
 @pytest.fixture(scope="session")
 def secured_overlay(overlay: Path, security: SecuritySection, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`overlay` with the section `security` of docs/operations.md, and two ranks in every pod."""
+    """`overlay` with the section `security` of docs/operations.md, two ranks in every pod and hardly a drain."""
     folder = tmp_path_factory.mktemp("secured")
     text = (OVERLAY / "sluice.yaml").read_text(encoding="utf-8")
-    assert text.count("tp: 1\n") == 2 and "hbm_bytes: 512MiB" in text
-    text = text.replace("tp: 1\n", "tp: 2\n").replace("hbm_bytes: 512MiB", "hbm_bytes: 256MiB")
+    for line, count, other in (("tp: 1\n", 2, "tp: 2\n"), ("512MiB", 1, "256MiB"), ("drain_s: 10", 1, "drain_s: 0.2")):
+        assert text.count(line) == count
+        text = text.replace(line, other)
     (section,) = re.findall(r"```yaml\n(security:\n.*?)```", OPERATIONS, re.DOTALL)
     (folder / "sluice.yaml").write_text(f"{text}{section}", encoding="utf-8")
     (folder / "kustomization.yaml").write_text(

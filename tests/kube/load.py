@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import httpx
@@ -17,7 +17,17 @@ URL = "http://sluice.sluice:8000"
 TIMEOUT_S = 120.0
 
 
-def stream(prompt: Sequence[int], max_tokens: int, seen: list[int] | None = None) -> list[int]:
+def plain() -> httpx.Client:
+    """In the clear and without a key, as the deployment is at first."""
+    return httpx.Client(base_url=URL, timeout=TIMEOUT_S, trust_env=False)
+
+
+def stream(
+    prompt: Sequence[int],
+    max_tokens: int,
+    seen: list[int] | None = None,
+    connect: Callable[[], httpx.Client] = plain,
+) -> list[int]:
     """The token ids of one streamed answer, over a connection of its own; `seen` grows with them.
 
     Raises httpx.HTTPError, or AssertionError when the answer is an error or does not end.
@@ -25,10 +35,8 @@ def stream(prompt: Sequence[int], max_tokens: int, seen: list[int] | None = None
     tokens = [] if seen is None else seen
     body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     with (
-        httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
-        client.stream(
-            "POST", f"{URL}/v1/completions", json=body | {"stream": True, "return_token_ids": True}
-        ) as answer,
+        connect() as client,
+        client.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as answer,
     ):
         if answer.status_code != 200:
             raise AssertionError(f"status {answer.status_code}: {answer.read().decode()}")
@@ -46,10 +54,10 @@ def stream(prompt: Sequence[int], max_tokens: int, seen: list[int] | None = None
 class Asked:
     """One streamed request on a thread of its own."""
 
-    def __init__(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def __init__(self, prompt: Sequence[int], max_tokens: int, connect: Callable[[], httpx.Client] = plain) -> None:
         self.tokens: list[int] = []
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._ask, args=(prompt, max_tokens))
+        self._thread = threading.Thread(target=self._ask, args=(prompt, max_tokens, connect))
         self._thread.start()
 
     def wait_for(self, tokens: int) -> None:
@@ -69,9 +77,9 @@ class Asked:
             raise self._failure
         return self.tokens
 
-    def _ask(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def _ask(self, prompt: Sequence[int], max_tokens: int, connect: Callable[[], httpx.Client]) -> None:
         try:
-            stream(prompt, max_tokens, self.tokens)
+            stream(prompt, max_tokens, self.tokens, connect)
         except BaseException as failure:
             self._failure = failure
 

@@ -19,7 +19,7 @@ from engine.trust import Trust
 from tests.cluster import REPOSITORY
 from tests.e2e.test_equal_to_transformers import prompt_of
 from tests.kube.conftest import Kubectl, run_documented, run_kubectl
-from tests.kube.load import Asked, Load, stream
+from tests.kube.load import TIMEOUT_S, Asked, Load, stream
 from tests.oracle import Oracle, assert_tokens_match
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600), pytest.mark.usefixtures("deployed")]
@@ -31,6 +31,8 @@ WORKLOADS = (
     "statefulset/sluice-decode",
 )
 FIRST_WORKERS = {"prefill-0/tp0", "decode-0/dp0/tp0"}
+SECURE_URL = "https://sluice.sluice:8000"
+HANDED_OVER = 'sluice_reruns_total{cause="preempted"}'
 LONG_LENGTH, LONG_NEW_TOKENS = 200, 600
 DEVICES = Path("/dev/shm/sluice-10001")
 CACHES = ("pool_bytes", "pool_blocks")  # objects stay in the pool, as a cache
@@ -56,6 +58,13 @@ def decoding() -> list[str]:
     """Decode groups that run a request."""
     workers = [worker for worker in status().workers if worker.info.role == common_pb2.WORKER_ROLE_DECODE]
     return [worker.info.group for worker in workers if worker.status.running and worker.health == "ready"]
+
+
+def encrypted(security: SecuritySection) -> httpx.Client:
+    """With the client's key."""
+    verify = ssl.create_default_context(cafile=security.ca)
+    headers = dict(client_trust(security).metadata)
+    return httpx.Client(base_url=SECURE_URL, verify=verify, headers=headers, trust_env=False, timeout=TIMEOUT_S)
 
 
 def logs(kubectl: Kubectl, pod: str) -> str:
@@ -195,18 +204,27 @@ def test_a_secret_with_keys_and_certificates(
 
     until(ready, "all ranks are known to a meta server that asks for keys")
     prompt = prompt_of(LONG_LENGTH)
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    context = ssl.create_default_context(cafile=security.ca)
-    with httpx.Client(base_url="https://sluice.sluice:8000", verify=context, trust_env=False, timeout=120) as http:
-        assert http.post("/v1/completions", json=body).status_code == 401
-        answer = http.post("/v1/completions", json=body, headers=dict(trust.metadata))
-    assert answer.status_code == 200, answer.text
-    assert_tokens_match(answer.json()["choices"][0]["token_ids"], oracle.greedy(prompt, 8))
+    with encrypted(security) as http:
+        keyless = http.post("/v1/completions", json={"prompt": prompt}, headers={"Authorization": ""})
+    assert keyless.status_code == 401
+    assert_tokens_match(stream(prompt, 8, connect=lambda: encrypted(security)), oracle.greedy(prompt, 8))
     with Client("sluice.sluice:50051", Trust(trust.ca)) as unknown, pytest.raises(ClientError, match="UNAUTHENTICATED"):
         unknown.status()
     with Client("sluice.sluice:50051") as plain, pytest.raises(ClientError, match=r"security\.ca is missing"):
         plain.status()
     assert "decode-0/dp0/tp0" in run_documented("kubectl -n sluice exec sluice-decode-0")
+
+
+def test_what_outlasts_the_drain_is_handed_over(kubectl: Kubectl, security: SecuritySection, oracle: Oracle) -> None:
+    """A stop that waits 0.2 s for a stream of seconds: its rest runs in the pod that comes."""
+    prompt = prompt_of(LONG_LENGTH)
+    asked = Asked(prompt, LONG_NEW_TOKENS, lambda: encrypted(security))
+    asked.wait_for(1)
+    kubectl("delete", "pod", "sluice-decode-0", "--wait=false")
+    assert_tokens_match(asked.finish(), oracle.greedy(prompt, LONG_NEW_TOKENS))
+    with encrypted(security) as http:
+        (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith(HANDED_OVER)]
+    assert float(line.split()[1]) >= 1
 
 
 def test_delete_leaves_nothing(kubectl: Kubectl, overlay: Path) -> None:
