@@ -56,6 +56,9 @@ def test_generate_with_token_ids(passkey_cluster: Cluster) -> None:
     assert refused.returncode == 1 and "9999" in refused.stderr and "Traceback" not in refused.stderr
 
 
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+
 def readme_lines(program: str) -> list[str]:
     """The commands of README.md that begin so, without comments, continued lines joined."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -67,7 +70,7 @@ def readme_lines(program: str) -> list[str]:
     [
         ("sluice status", 1, "decode-0/dp0/tp0"),
         ("sluice generate", 1, "40213"),
-        ("curl", 1, '"token_ids":['),
+        pytest.param("curl", 1, '"token_ids":[', marks=needs_curl),
         ("buf curl", 2, '"status": "SERVING"'),
     ],
 )
