@@ -33,7 +33,9 @@ from prefill_node.block_checksums import broken, seal
 from prefill_node.geometry import KvGeometry
 from prefill_node.pool_layout import CHECKSUM_BYTES, Copy, PoolObjectLayout, TensorAddress
 from transfer.hostcann import runtime
-from transfer.mem_pool import MemPool, PoolError
+from transfer.mem_pool import PoolError
+from transfer.mem_pool_messages import PoolOptions
+from transfer.mem_pool_process import PoolProcess
 
 _LAYERS = 8
 _TOKENS = 2048  # of a step
@@ -48,6 +50,7 @@ _BLOCK_SIZES = (16, 128)
 _GOAL = 0.5
 _REGION = 16 << 20  # device memory of a layer
 _LEASE_MS = 60_000
+_POOL_BYTES = 256 << 20
 
 
 def pool_rows(console: Console) -> list[Row]:
@@ -96,7 +99,7 @@ def _seconds(call: Callable[[int], object]) -> Timing:
 class _Step:
     """The blocks of a step of `_TOKENS` tokens: every layer's lie in a region of device memory and in pool objects."""
 
-    def __init__(self, block_size: int, pool: MemPool, memory: int, *, checksums: bool) -> None:
+    def __init__(self, block_size: int, pool: PoolProcess, memory: int, *, checksums: bool) -> None:
         geometry = KvGeometry(block_size=block_size, indexer_layers=frozenset(range(_LAYERS)), **_MODEL_ROWS)
         self._pool = pool
         self._layout = PoolObjectLayout(geometry, _LAYERS, checksums=checksums)
@@ -105,7 +108,7 @@ class _Step:
         self._tensors = [self._places(memory + layer * _REGION) for layer in range(_LAYERS)]
         self._words = [self._words_behind(tensors[-1]) for tensors in self._tensors] if checksums else None
         self._what = f"blocks of {block_size} tokens" + ("" if checksums else ", without checksums")
-        self.keys = [f"{self._what} {block}" for block in self._blocks]
+        self.keys = [f"{self._what} {block:04}" for block in self._blocks]
         self._objects = pool.alloc(self.keys, [self._layout.object_bytes] * len(self.keys))
 
     @property
@@ -163,10 +166,16 @@ class _Step:
 def _measure(meta_url: str, config_store_url: str) -> list[Row]:
     memory = runtime.malloc(0, _LAYERS * _REGION)
     ctypes.memset(memory, 1, _LAYERS * _REGION)
-    pool = MemPool(
-        meta_url=meta_url, config_store_url=config_store_url, device_id=0, dram_bytes=256 << 20, world_size=2
+    options = PoolOptions(
+        meta_url=meta_url,
+        config_store_url=config_store_url,
+        device_id=0,
+        dram_bytes=_POOL_BYTES,
+        world_size=2,
+        protocol="host_shm",
+        timeout_s=30,
     )
-    pool.register(memory, _LAYERS * _REGION)
+    pool = PoolProcess(options, [(memory, _LAYERS * _REGION)], call_s=30)
     plain = ctypes.create_string_buffer(_LAYERS * _REGION)
     rows = []
     for block_size, checksums in itertools.product(_BLOCK_SIZES, (True, False)):

@@ -42,10 +42,15 @@ from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Routes
 from prefill_node.shape import PrefillShape
 from transfer import faults as transfer_faults
-from transfer.mem_pool import MemPool, PoolError, pool_usage
+from transfer.mem_pool import PoolError
+from transfer.mem_pool_messages import PoolOptions
+from transfer.mem_pool_process import PoolProcess
 from transfer.memfabric import MemFabricEngine
+from transfer.pool_monitor import PoolMonitor
 
 LEASES_PER_STEP = 2  # what a step needs is leased for twice its longest time, and renewed at half of that
+CALL_PATIENCE = 1.5  # a pool call is given up after this many `pool.timeout_s`, before those who wait for it
+MONITOR_S = 5.0  # a pool's service that takes longer to say how it is counts as restarted
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,6 +110,9 @@ def assemble(
     progress("opening the transfer engine")
     engine = _open_engine(plan, buffers)
     progress("opening the pool")
+    monitor = PoolMonitor(f"http://{config.pool_host}:{config.pool.metrics_port}", deadline_s=MONITOR_S)
+    with contextlib.suppress(PoolError):
+        monitor.usage()  # before the pool is joined, so that no restart after that is missed
     joining = JoiningPool(partial(_open_pool, plan, buffers))
     farewell.callback(joining.close)
     joining.join_within(config.pool.timeout_s)
@@ -156,7 +164,7 @@ def assemble(
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))
     backend = PrefillBackend(model, buffers, gate, publisher, routes, loader, saver)
     stack.callback(backend.close)
-    watch = _watch(plan, joining)
+    watch = PoolWatch(joining, pool, monitor, period_s=config.runtime.heartbeat_s)
     stack.callback(watch.close)
     draft = DraftLayer(decoder) if config.decode.speculative_tokens else None
     rank = PrefillRank(
@@ -206,34 +214,20 @@ def _open_engine(plan: RankPlan, buffers: LayerBuffers) -> MemFabricEngine:
     return engine
 
 
-def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> MemPool:
+def _open_pool(plan: RankPlan, buffers: LayerBuffers) -> PoolProcess:
     config = plan.config
     host = config.pool_host
-    pool = MemPool(
+    options = PoolOptions(
         meta_url=f"tcp://{host}:{config.pool.meta_port}",
         config_store_url=f"tcp://{host}:{config.pool.config_port}",
         device_id=plan.info.device_id,
         dram_bytes=config.pool.dram_bytes,
-        # Twice the ranks: a restarted worker may join before its predecessor has left.
+        # Twice the ranks: a new client may join before its predecessor has left.
         world_size=2 * config.prefill.groups * config.prefill.tp,
         protocol=config.pool.protocol,
         timeout_s=math.ceil(config.pool.timeout_s / 2),  # an operation makes up to two calls to the meta service
     )
-    try:
-        for address, nbytes in buffers.pool_regions():
-            pool.register(address, nbytes)
-    except PoolError:
-        pool.close()
-        raise
-    return pool
-
-
-def _watch(plan: RankPlan, joining: JoiningPool) -> PoolWatch:
-    """Rank 0 also measures the pool, for its group."""
-    config = plan.config
-    metrics_url = f"http://{config.runtime.host}:{config.pool.metrics_port}"
-    measure = partial(pool_usage, metrics_url) if plan.info.tp_rank == 0 else None
-    return PoolWatch(joining, measure, period_s=config.runtime.heartbeat_s)
+    return PoolProcess(options, buffers.pool_regions(), call_s=CALL_PATIENCE * config.pool.timeout_s)
 
 
 def _with_faults(plan: RankPlan, pool: PoolClient) -> PoolClient:

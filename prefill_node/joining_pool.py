@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from prefill_node.pool_client import PoolClient, WrappedPool
 from transfer.mem_pool import PoolError
+from transfer.mem_pool_process import PoolLost
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -17,7 +18,7 @@ _LONGEST_RETRY_S = 10.0
 
 
 class OpenPool(PoolClient, Protocol):
-    """A pool that has been joined: `transfer.mem_pool.MemPool`."""
+    """A pool that has been joined: `transfer.mem_pool_process.PoolProcess`. It may raise PoolLost."""
 
     def close(self) -> None:
         """Leaves it."""
@@ -28,14 +29,16 @@ class JoiningPool(WrappedPool):
 
     `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded; tries that fail
     become rarer, up to one in ten seconds. Nobody waits long for it: the meta service lets nobody in for up to a minute
-    after a member was killed (test_a_pool_that_lets_nobody_in_holds_nobody_up).
+    after a member was killed (test_a_pool_that_lets_nobody_in_holds_nobody_up). A pool that is lost later is joined
+    again in the same way (test_a_lost_pool_is_joined_again).
     """
 
     def __init__(self, open_pool: Callable[[], OpenPool], *, retry_s: float = 1.0) -> None:
         """`open_pool` raises PoolError when the pool cannot be joined."""
-        self._open, self._retry_s = open_pool, retry_s
-        self._retry_at = 0.0
+        self._open, self._shortest_retry_s = open_pool, retry_s
+        self._retry_s, self._retry_at = retry_s, 0.0
         self._pool: OpenPool | None = None
+        self._lost: list[OpenPool] = []  # still to be left
         self._cause = "it has not been joined yet"
         self._closed = False
         self._lock = threading.Lock()
@@ -76,12 +79,14 @@ class JoiningPool(WrappedPool):
         """Leaves the pool, if it was joined. Idempotent."""
         with self._lock:
             self._closed, pool = True, self._pool
+        self._leave_lost()
         if pool is not None:
             pool.close()
 
     def _try(self) -> None:
         if self._pool is not None or time.monotonic() < self._retry_at:
             return
+        self._leave_lost()
         try:
             pool = self._open()
         except PoolError as error:
@@ -98,6 +103,29 @@ class JoiningPool(WrappedPool):
             log.info("joined the pool")
 
     def _call(self, operation: Callable[[PoolClient], T]) -> T:
-        if self._pool is None:
+        if (pool := self._pool) is None:
             raise PoolError(self._cause)
-        return operation(self._pool)
+        try:
+            return operation(pool)
+        except PoolLost as error:
+            self._lose(pool, str(error))
+            raise
+
+    def renew(self, cause: str) -> None:
+        """Gives up the pool, if it was joined, to join it anew at the next `join`."""
+        if (pool := self._pool) is not None:
+            self._lose(pool, cause)
+
+    def _lose(self, pool: OpenPool, cause: str) -> None:
+        with self._lock:
+            if self._pool is not pool:  # another call has noticed before
+                return
+            self._cause, self._pool = cause, None
+            self._lost.append(pool)
+            self._retry_s, self._retry_at = self._shortest_retry_s, 0.0
+        log.warning("the pool is to be joined anew: %s", cause)
+
+    def _leave_lost(self) -> None:
+        """Before another one is joined: there is room for the memory of one."""
+        while self._lost:
+            self._lost.pop().close()

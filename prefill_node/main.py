@@ -19,7 +19,7 @@ from transfer.last_act import last_act
 
 STOP_TIMEOUT_S = 4.0  # for the step under way and the closing of the transfers
 END_TIMEOUT_S = 6.5  # for all of a stop; then the process ends as it is
-LEAVE_TIMEOUT_S = 2.5  # for leaving the pool afterwards
+LEAVE_TIMEOUT_S = 3.0  # for leaving the pool afterwards, which its client is given less for
 
 
 def main() -> int:

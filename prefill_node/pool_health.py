@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -39,6 +40,12 @@ class GuardedPool(WrappedPool):
     def down(self) -> str:
         """Why the pool is not used; empty while it is."""
         return self._cause
+
+    def look(self) -> None:
+        """Asks a pool that is down whether it is back, if it is time for that. Does not raise for one that is not."""
+        if self._cause:
+            with contextlib.suppress(PoolError):
+                self.exists(["is the pool back"])
 
     def counters(self) -> HealthCounters:
         return HealthCounters(self._errors, self._outages)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Protocol
 
-from transfer.mem_pool import PoolError, PoolUsage
+from transfer.mem_pool import PoolError
+from transfer.pool_monitor import PoolUsage
 
 _STOP_S = 1.0
 
@@ -21,17 +21,37 @@ class Joining(Protocol):
     def join(self) -> None:
         """One try, if it is time for one."""
 
+    def renew(self, cause: str) -> None:
+        """Gives it up, to join it anew."""
+
+
+class Guarded(Protocol):
+    """The part of `GuardedPool` used here."""
+
+    def look(self) -> None:
+        """Asks a pool that is down whether it is back."""
+
+
+class Monitor(Protocol):
+    """The part of `PoolMonitor` used here."""
+
+    restarts: int
+
+    def usage(self) -> PoolUsage:
+        """May raise PoolError."""
+
 
 class PoolWatch:
-    """A thread which, every `period_s`, joins a pool that was not there so far and measures it.
+    """A thread which, every `period_s`, measures the pool, and joins one that was not there so far or is lost.
 
-    It asks the pool's HTTP service, never its client: a call of that which meets a restart of the service may not
-    return. Requests never wait for this thread.
+    A client that outlives its service cannot allocate where it remembers objects of the old one, so it is replaced
+    (test_a_client_is_replaced_with_its_service). A pool that was down is up again without a request that tries it
+    (test_a_pool_that_is_back_is_noticed_without_a_request). Requests never wait for this thread.
     """
 
-    def __init__(self, joining: Joining, measure: Callable[[], PoolUsage] | None, *, period_s: float) -> None:
-        """`measure` may raise PoolError; None: this rank leaves it to another one."""
-        self._joining, self._measure, self._period_s = joining, measure, period_s
+    def __init__(self, joining: Joining, guarded: Guarded, monitor: Monitor, *, period_s: float) -> None:
+        self._joining, self._guarded, self._monitor, self._period_s = joining, guarded, monitor, period_s
+        self._restarts = monitor.restarts
         self._usage: PoolUsage | None = None
         self._silent = ""
         self._stopping = threading.Event()
@@ -55,12 +75,16 @@ class PoolWatch:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._period_s):
+            self._measure()
+            if self._restarts != self._monitor.restarts:
+                self._restarts = self._monitor.restarts
+                self._joining.renew("its service was restarted")
             self._joining.join()
-            if self._measure is not None:
-                self._look(self._measure)
+            if not self.missing:
+                self._guarded.look()
 
-    def _look(self, measure: Callable[[], PoolUsage]) -> None:
+    def _measure(self) -> None:
         try:
-            self._usage, self._silent = measure(), ""
+            self._usage, self._silent = self._monitor.usage(), ""
         except PoolError as error:
             self._usage, self._silent = None, str(error)

@@ -12,7 +12,7 @@ from prefill_node.publisher import PublisherCounters
 from prefill_node.reuse_gate import GateCounters
 from prefill_node.scheduler import INDEXER, MAIN
 from prefill_node.shape import POOL, PrefillShape
-from transfer.mem_pool import PoolUsage
+from transfer.pool_monitor import PoolUsage
 
 _POOLS = {MAIN: "kv_blocks", INDEXER: "indexer_blocks", POOL: "pool_blocks"}
 

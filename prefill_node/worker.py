@@ -106,7 +106,7 @@ class PrefillWorker:
             answer.gauges["device_bytes"] = parts.device.allocated_bytes
             answer.counters["transfer_wait_seconds"] = parts.backend.transfer_wait_seconds
             status.add_health(answer, parts.pool.down or parts.watch.missing, parts.pool.counters())
-            if (usage := parts.watch.usage) is not None:
+            if self._leader is not None and (usage := parts.watch.usage) is not None:
                 status.add_pool_usage(answer, usage)
             status.add_saves(answer, parts.saver.counters(), config.pool.dram_bytes)
             status.add_transfers(

@@ -128,7 +128,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise ClusterError(f"sluice up still runs after {STOP_TIMEOUT_S:.0f} s") from None
         self._reader.join(5)
-        orphans = [process for process in self.processes if process.is_running()]
+        orphans = [process for process in self.processes if _runs(process)]
         assert not orphans, f"orphan processes: {orphans}"
         assert not self.root.exists(), f"left in {self.root}: {[str(p) for p in self.root.rglob('*')]}"
         return status
@@ -306,3 +306,11 @@ class Cluster:
                 _, _, self.http_url, grpc_url = line.split()
                 self.grpc_address = grpc_url.removeprefix("grpc://")
                 self._ready.set()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A process that has ended and that nobody has asked for its status does not run."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

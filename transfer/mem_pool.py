@@ -8,14 +8,11 @@ recently used objects without a lease.
 from __future__ import annotations
 
 import atexit
-import http.client
-import re
 import signal
 import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transfer.handlers import handlers_kept
@@ -44,43 +41,6 @@ class PoolKeyExists(PoolError):
 
 class PoolFull(PoolError):
     """There is no room: nothing that has no lease is left to evict."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """The whole pool, over all its members. Objects that are being written count as well."""
-
-    used_bytes: int
-    total_bytes: int
-    objects: int = 0
-    evictions: int = 0  # times objects had to make room, since the service began
-
-
-def pool_usage(metrics_url: str, *, deadline_s: float = 2.0) -> PoolUsage:
-    """What the meta service says of its pool; callable from any process, with or without the wheels' driver."""
-    address = urllib.parse.urlsplit(metrics_url)
-    # The service never sends the body of an answer that ends its connection, so let it be kept alive, and close it.
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=deadline_s)
-    try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    except (OSError, http.client.HTTPException) as error:
-        raise PoolError(f"the pool's meta service at {metrics_url} does not answer: {error}") from error
-    finally:
-        connection.close()
-    return PoolUsage(
-        _gauge(text, 'memcache_allocated_bytes{medium="dram"}'),
-        _gauge(text, 'memcache_total_capacity_bytes{medium="dram"}'),
-        _gauge(text, "memcache_stored_keys"),
-        _gauge(text, "memcache_evict_operations_total"),
-    )
-
-
-def _gauge(metrics: str, name: str) -> int:
-    found = re.search(rf"^{re.escape(name)} (\S+)$", metrics, re.MULTILINE)
-    if found is None:
-        raise PoolError(f"the pool's meta service reports no {name}")
-    return int(float(found[1]))
 
 
 def _named(keys: Sequence[str]) -> str:

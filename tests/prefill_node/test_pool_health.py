@@ -14,7 +14,9 @@ from prefill_node.pool_watch import PoolWatch
 from tests.kv_peers import eventually
 from tests.prefill_node.harness import MemoryPool
 from transfer.handlers import handlers_kept
-from transfer.mem_pool import PoolError, PoolFull, PoolUsage
+from transfer.mem_pool import PoolError, PoolFull
+from transfer.mem_pool_process import PoolLost
+from transfer.pool_monitor import PoolUsage
 
 
 class CountingPool(MemoryPool):
@@ -175,19 +177,88 @@ def test_a_defect_in_joining_ends_the_start():
         JoiningPool(defect).join_within(5.0)
 
 
+class Service:
+    """What a monitor sees of a pool's service that answers while `door` is open."""
+
+    def __init__(self, door):
+        self.door, self.restarts = door, 0
+
+    def usage(self):
+        if not self.door.open:
+            raise PoolError("nobody listens")
+        return PoolUsage(10, 100, 1, 0)
+
+
 def test_status_is_true_also_while_nobody_asks():
     door = Door()
     joining = JoiningPool(door, retry_s=0.01)
-    answers = [PoolUsage(10, 100, 1, 0)]
-    watch = PoolWatch(joining, lambda: door() and answers[0], period_s=0.01)
+    watch = PoolWatch(joining, GuardedPool(joining), Service(door), period_s=0.01)
     eventually(lambda: "nobody listens" in watch.missing)
     assert watch.usage is None
     door.open = True
-    eventually(lambda: not watch.missing and watch.usage == answers[0])
+    eventually(lambda: not watch.missing and watch.usage == PoolUsage(10, 100, 1, 0))
     door.open = False
     eventually(lambda: "nobody listens" in watch.missing and watch.usage is None)
     watch.close()
     joining.close()
+
+
+def test_a_pool_that_is_back_is_noticed_without_a_request():
+    inner = MemoryPool()
+    door = Door()
+    door.open, door.pool.exists = True, inner.exists
+    joining = JoiningPool(door)
+    joining.join()
+    guarded = GuardedPool(joining, retry_s=0.01)
+    inner.fail.add("exists")
+    with pytest.raises(PoolError):
+        guarded.exists(["a"])
+    watch = PoolWatch(joining, guarded, Service(door), period_s=0.01)
+    eventually(lambda: guarded.counters().errors > 1)
+    assert guarded.down
+    inner.fail.clear()
+    eventually(lambda: not guarded.down)
+    assert guarded.counters().outages == 1
+    watch.close()
+
+
+def test_a_client_is_replaced_with_its_service():
+    door = Door()
+    door.open = True
+    joining, service = JoiningPool(door), Service(door)
+    joining.join()
+    watch = PoolWatch(joining, GuardedPool(joining), service, period_s=0.01)
+    eventually(lambda: watch.usage is not None)
+    assert (door.knocks, door.closed) == (1, 0)
+    service.restarts += 1
+    eventually(lambda: (door.knocks, door.closed) == (2, 1))
+    eventually(lambda: not watch.missing)
+    watch.close()
+    joining.close()
+    assert (door.knocks, door.closed) == (2, 2)
+
+
+def test_a_lost_pool_is_joined_again():
+    """Its client is left behind, whoever notices and however many do."""
+    first, second = Door(), Door()
+    first.open = second.open = True
+    doors = iter([first, second])
+    joining = JoiningPool(lambda: next(doors)())
+
+    def lost(keys):
+        raise PoolLost("its client was ended")
+
+    first.pool.exists = first.pool.locate = lost
+    joining.join()
+    for ask in (joining.exists, joining.locate):
+        with pytest.raises(PoolError, match="its client was ended"):
+            ask(["a"])
+    assert "its client was ended" in joining.missing
+    joining.join()
+    assert first.closed == 1
+    assert joining.missing == "" and joining.exists(["a"]) == [False]
+    joining.close()
+    assert (first.closed, second.closed) == (1, 1)
 
 
 def test_signal_handlers_survive_a_library_that_sets_its_own():

@@ -2,99 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.transfer.hostcann_worker import CHIP, Worker, WorkerError
+from tests.transfer.hostcann_worker import Worker, WorkerError
+from tests.transfer.pool_service import MIB, Service, started_service, used_within
 from transfer import hostcann
-from transfer.mem_pool import PoolError, PoolUsage, pool_usage
-
-MIB = 1 << 20
-DEVICES, HBM_BYTES = 4, 64 * MIB
-
-
-@dataclass
-class Service:
-    root: Path
-    meta: str
-    config_store: str
-    metrics: str
-    process: subprocess.Popen[bytes]
-
-    def member(self, device: int, dram_bytes: int = 64 * MIB) -> Worker:
-        """A worker in the pool with 8 MiB of registered device memory holding the device's number plus one."""
-        child = Worker(self.root, devices=DEVICES, hbm_bytes=HBM_BYTES)
-        child.start(
-            f"""
-import ctypes, time
-from transfer.hostcann import runtime
-from transfer.mem_pool import MemPool
-SIZE = 8 << 20
-memory = runtime.malloc({device}, SIZE)
-ctypes.memset(memory, {device + 1}, SIZE)
-urls = dict(meta_url={self.meta!r}, config_store_url={self.config_store!r})
-pool = MemPool(**urls, device_id={device}, dram_bytes={dram_bytes}, world_size=8)
-pool.register(memory, SIZE)
-def byte(at): return ctypes.string_at(memory + at, 1)[0]
-"""
-        )
-        return child
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    """A meta service of its own, so that an earlier test's killed members do not disturb."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hostcann-test-") as folder:
-        root = Path(folder) / "root"
-        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-        meta, config_store, metrics = (f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-        for probe in probes:
-            probe.close()
-        urls = (
-            f"--meta-url=tcp://{meta}",
-            f"--config-store-url=tcp://{config_store}",
-            f"--metrics-url=http://{metrics}",
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "transfer.mem_pool_service", *urls, f"--log-dir={folder}/log"],
-            env={**os.environ, **hostcann.environment(root, CHIP, DEVICES, HBM_BYTES)},
-        )
-        try:
-            wait_until_up(f"http://{metrics}")
-            yield Service(root, f"tcp://{meta}", f"tcp://{config_store}", f"http://{metrics}", process)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def wait_until_up(metrics: str) -> None:
-    deadline = time.monotonic() + 15
-    while True:
-        try:
-            pool_usage(metrics, deadline_s=1.0)
-            return
-        except PoolError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
-def used_within(service: Service, bytes_used: int, deadline_s: float) -> int:
-    """The pool's used bytes, as soon as they are `bytes_used` or else at the deadline."""
-    deadline = time.monotonic() + deadline_s
-    while (used := pool_usage(service.metrics).used_bytes) != bytes_used and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return used
+from transfer.mem_pool import PoolError
+from transfer.pool_monitor import PoolMonitor, PoolUsage, pool_usage
 
 
 def test_an_object_is_saved_by_one_process_and_loaded_by_another(service: Service) -> None:
@@ -206,3 +123,20 @@ def test_joining_needs_the_meta_service() -> None:
             )
     with pytest.raises(PoolError, match="does not answer"):
         pool_usage("http://127.0.0.1:59999")
+
+
+def test_a_service_that_was_replaced_between_two_questions_is_noticed() -> None:
+    """Both listen at the same port, and the second one has nothing that would tell it from the first."""
+    with started_service() as first:
+        monitor = PoolMonitor(first.metrics)
+        for _ in range(2):
+            assert monitor.usage() == PoolUsage(0, 0)
+        assert monitor.restarts == 0
+    with pytest.raises(PoolError, match="does not answer"):
+        monitor.usage()
+    assert monitor.restarts == 1
+    with started_service(first) as second:
+        assert (second.metrics, monitor.usage(), monitor.restarts) == (first.metrics, PoolUsage(0, 0), 1)
+    with started_service(first):
+        assert (monitor.usage(), monitor.restarts) == (PoolUsage(0, 0), 2)
+    monitor.close()

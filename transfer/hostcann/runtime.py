@@ -44,7 +44,8 @@ def _acl() -> ctypes.CDLL:
     return acl
 
 
-def _select(device_id: int) -> ctypes.CDLL:
+def select(device_id: int) -> ctypes.CDLL:
+    """Makes this the device of the calling thread; the runtime. Raises DeviceError for an unknown device."""
     acl = _acl()
     code = acl.aclrtSetDevice(device_id)
     if code != 0:
@@ -61,7 +62,7 @@ def malloc(device_id: int, nbytes: int) -> int:
     """
     if nbytes <= 0:
         raise ValueError(f"nbytes: {nbytes} is not positive")
-    acl = _select(device_id)
+    acl = select(device_id)
     pointer = ctypes.c_void_p()
     code = acl.aclrtMalloc(ctypes.byref(pointer), nbytes, _HUGE_PAGES_FIRST)
     if code == _ACL_OUT_OF_MEMORY:
@@ -81,7 +82,7 @@ def free(address: int) -> None:
 
 def memory(device_id: int) -> tuple[int, int]:
     """Bytes of HBM in use by all processes, and the size of the device's HBM."""
-    acl = _select(device_id)
+    acl = select(device_id)
     unused, total = ctypes.c_size_t(), ctypes.c_size_t()
     code = acl.aclrtGetMemInfo(_HBM, ctypes.byref(unused), ctypes.byref(total))
     if code != 0:

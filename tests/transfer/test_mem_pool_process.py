@@ -1,0 +1,78 @@
+"""The pool through a client in a process of its own, over the real wheel."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from tests.transfer.hostcann_worker import Worker, WorkerError
+from tests.transfer.pool_service import DEVICES, HBM_BYTES, Service
+
+
+def worker_of(service: Service, call_s: float) -> Worker:
+    """A process with 8 MiB of device memory, and a pool client in a process of its own that has the same memory."""
+    worker = Worker(service.root, devices=DEVICES, hbm_bytes=HBM_BYTES)
+    worker.run(
+        f"""
+import ctypes, os, signal, threading, time
+from transfer.hostcann import runtime
+from transfer.mem_pool_process import PoolProcess
+SIZE = 8 << 20
+memory = runtime.malloc(0, SIZE)
+ctypes.memset(memory, 1, SIZE)
+options = dict(meta_url={service.meta!r}, config_store_url={service.config_store!r}, device_id=0,
+               dram_bytes=64 << 20, world_size=8, protocol="host_shm", timeout_s=5)
+def join(): return PoolProcess(options, [(memory, SIZE)], call_s={call_s})
+pool = join()
+def byte(at): return ctypes.string_at(memory + at, 1)[0]
+"""
+    )
+    return worker
+
+
+def test_a_pool_client_in_another_process_copies_this_ones_device_memory(service: Service) -> None:
+    with worker_of(service, call_s=20) as worker:
+        worker.run("a, = pool.alloc(['a'], [4096]); pool.save([a], [memory + 8192], [4096]); pool.finish(['a'])")
+        worker.run("ctypes.memset(memory, 2, SIZE); pool.lease(['a'], 3000)")
+        worker.run("pool.load([a], [memory + 4096], [4000])")
+        assert worker.value("[byte(4095), byte(4096), byte(8095), byte(8096)]") == [2, 1, 1, 2]
+        with pytest.raises(WorkerError, match="already in the pool: a") as exists:
+            worker.run("pool.alloc(['a'], [4096])")
+        assert exists.value.kind == "PoolKeyExists"
+        with pytest.raises(WorkerError, match="2 keys for 1 sizes") as wrong:
+            worker.run("pool.alloc(['b', 'c'], [4096])")
+        assert wrong.value.kind == "ValueError"
+        worker.run("client = pool.pid; pool.close(); pool.close()")
+        assert not psutil.pid_exists(worker.value("client"))
+
+
+def test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later(service: Service) -> None:
+    with worker_of(service, call_s=1) as worker:
+        worker.run("a, = pool.alloc(['a'], [SIZE]); pool.finish(['a'])")
+        worker.run("client = pool.pid; os.kill(client, signal.SIGSTOP)")  # as if it hung
+        with pytest.raises(WorkerError, match="the pool did not load in time; its client was ended") as lost:
+            worker.run("pool.load([a], [memory], [SIZE])")
+        assert lost.value.kind == "PoolLost"
+        assert not psutil.pid_exists(worker.value("client")), "it might copy at any time"
+        with pytest.raises(WorkerError, match="its client has ended with status -9"):
+            worker.run("pool.exists(['a'])")
+        worker.run("pool.close()")
+        with pytest.raises(WorkerError, match="its client has ended"):
+            worker.run("pool.exists(['a'])")
+
+
+def test_a_client_does_not_outlive_its_worker(service: Service) -> None:
+    with worker_of(service, call_s=20) as worker:
+        client = psutil.Process(worker.value("pool.pid"))
+        client.suspend()  # hangs, as it were
+        worker.kill()
+        client.wait(10)
+
+
+def test_a_pool_that_cannot_be_joined_leaves_no_process(service: Service) -> None:
+    with worker_of(service, call_s=20) as worker:
+        worker.run("pool.close(); options['meta_url'] = 'tcp://127.0.0.1:9'")
+        with pytest.raises(WorkerError, match=r"the pool cannot be joined: .*127\.0\.0\.1:9") as refused:
+            worker.run("join()")
+        assert refused.value.kind == "PoolError"
+        assert psutil.Process(worker.process.pid).children() == []

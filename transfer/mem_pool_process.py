@@ -1,0 +1,161 @@
+"""The pool through a client in a process of its own, which can be ended when it hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from transfer.hostcann import shared
+from transfer.mem_pool import PoolError
+from transfer.mem_pool_messages import Answer, Call, Join, Leave, PoolOptions, SharedRegion
+
+log = logging.getLogger(__name__)
+_LINES = 3  # calls at a time: saves, loads, and who looks whether the pool is back
+_JOIN_S = 90.0  # the meta service lets nobody in for up to a minute after a member was killed
+_LEAVE_S = 2.3  # it takes 2.1 s where nothing is wrong
+_END_S = 10.0
+
+
+class PoolLost(PoolError):
+    """The client is gone, and nothing of it touches our memory any more; the pool has to be joined anew."""
+
+
+class PoolProcess:
+    """As `transfer.mem_pool.MemPool`, which it has in a child process. Calls may come from several threads.
+
+    A call of MemCache's client that meets a restart of the service may never return, and may go on copying from or to
+    device memory at any time. So it is made in a process that maps the same device memory.
+
+    Invariant: a call returns or raises within its deadline, and after a PoolLost no copy can be under way, as the
+    process has ended (test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later).
+    """
+
+    def __init__(self, options: PoolOptions, regions: Sequence[tuple[int, int]], *, call_s: float) -> None:
+        """Joins the pool; `save` and `load` may use `regions`, (address, bytes) of device memory.
+
+        `call_s` is the deadline of a call. Raises PoolError when the pool cannot be joined, DeviceError when the memory
+        cannot be shared.
+        """
+        self._call_s = call_s
+        described = tuple(SharedRegion(address, nbytes, shared.share(address)) for address, nbytes in regions)
+        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(1 + _LINES)), strict=True)
+        life, self._life = os.pipe()
+        descriptors = [theirs[0].fileno(), life, *(line.fileno() for line in theirs[1:])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "transfer.mem_pool_child", *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+        )
+        for end in theirs:
+            end.close()
+        os.close(life)
+        self._control: Connection = ours[0]
+        self._lines: queue.SimpleQueue[Connection] = queue.SimpleQueue()  # those not in use
+        for line in ours[1:]:
+            self._lines.put(line)
+        try:
+            self._ask(self._control, Join(options, described), "join the pool", time.monotonic() + _JOIN_S)
+        except PoolError:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process with the client."""
+        return self._process.pid
+
+    def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
+        return cast("list[int]", self._call("alloc", keys, sizes, wait_s=wait_s))
+
+    def save(self, pool: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        self._call("save", *_packed(pool, sources, sizes))
+
+    def load(self, pool: Sequence[int], destinations: Sequence[int], sizes: Sequence[int]) -> None:
+        self._call("load", *_packed(pool, destinations, sizes))
+
+    def finish(self, keys: Sequence[str]) -> None:
+        self._call("finish", keys)
+
+    def abort(self, keys: Sequence[str]) -> None:
+        self._call("abort", keys)
+
+    def lease(self, keys: Sequence[str], ttl_ms: int) -> list[int | None]:
+        return cast("list[int | None]", self._call("lease", keys, ttl_ms))
+
+    def locate(self, keys: Sequence[str]) -> list[int | None]:
+        return cast("list[int | None]", self._call("locate", keys))
+
+    def release(self, keys: Sequence[str]) -> None:
+        self._call("release", keys)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return cast("list[bool]", self._call("exists", keys))
+
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        return cast("list[bool]", self._call("remove", keys))
+
+    def close(self) -> None:
+        """Leaves the pool; after a few seconds the process is ended without. Idempotent, and the last call."""
+        if self._life < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._control.send(Leave())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        self._end()
+        self._control.close()
+        os.close(self._life)
+        self._life = -1
+        for line in [self._lines.get() for _ in range(_LINES)]:  # whoever waits for an answer gets none any more
+            line.close()
+            self._lines.put(line)
+
+    def _call(self, method: str, *positional: Any, **named: Any) -> Any:
+        deadline = time.monotonic() + self._call_s
+        try:
+            line = self._lines.get(timeout=self._call_s)
+        except queue.Empty:
+            raise PoolError(f"{method}: all lines to the pool's client were busy for {self._call_s:g} s") from None
+        try:
+            return self._ask(line, Call(method, positional, named), method, deadline)
+        finally:
+            self._lines.put(line)
+
+    def _ask(self, line: Connection, message: Join | Call, what: str, deadline: float) -> Any:
+        try:
+            line.send(message)
+            if not line.poll(deadline - time.monotonic()):
+                self._end()
+                raise PoolLost(f"the pool did not {what} in time; its client was ended")
+            answer: Answer = line.recv()
+        except (OSError, EOFError) as error:
+            self._end()
+            raise PoolLost(
+                f"the pool did not {what}: its client has ended with status {self._process.returncode}"
+            ) from error
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def _end(self) -> None:
+        """Returns when the process is gone."""
+        self._process.kill()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"process {self._process.pid} with the pool's client does not die") from None
+
+
+def _packed(*lists: Sequence[int]) -> tuple[array[int], ...]:
+    """Of unsigned 64-bit numbers: much quicker to send than lists."""
+    return tuple(array("Q", numbers) for numbers in lists)
