@@ -57,18 +57,26 @@ def commands_of(page: Path) -> list[tuple[str, str]]:
     for block in _BLOCK.finditer(text):
         before = text[: block.start()].rstrip().rpartition("\n\n")[2]
         for line in _CONTINUED.sub(" ", block[1]).splitlines():
-            found.append((_COMMENT.sub("", line).strip(), f"{before}\n{line}"))
+            command = _COMMENT.sub("", line).strip()
+            found += [(command, f"{before}\n{line}")] if _is_command(command) else []
     for paragraph in re.split(r"\n\n|\n(?=\||\d+\. |\* )", _FENCED.sub("\n\n", text)):
-        found += [(" ".join(span.split()), paragraph) for span in _SPAN.findall(paragraph)]
-    return [(command, around) for command, around in found if _is_command(command)]
+        spans = [" ".join(span.split()) for span in _SPAN.findall(paragraph)]
+        found += [(span, paragraph) for span in spans if _is_command(span) and not _is_name(span)]
+    return found
+
+
+def _is_name(span: str) -> bool:
+    """Of a subcommand, as in "`ray stop` kills"."""
+    words = span.split()
+    return len(words) == 2 and words[0] not in ("make", "npu-smi", "sysctl")
 
 
 def _is_command(line: str) -> bool:
-    """A program with arguments; names of subcommands alone, as in "`ray stop` kills", are no commands."""
+    """A program with arguments; variables set for it may come first."""
     words = [word for word in line.split() if not re.fullmatch(r"[A-Z_]+=\S+", word)]
     if not words or words[0] not in PROGRAMS or words[:2] == ["sluice", "ready"]:  # that one is printed
         return False
-    return len(words) > (1 if words[0] in ("make", "npu-smi", "sysctl") else 2)
+    return len(words) > 1
 
 
 EVERY = [(page.name, *found) for page in PAGES for found in commands_of(page)]
