@@ -97,7 +97,7 @@ def plan(
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text; '-' reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text in UTF-8; '-' reads standard input.")] = None,
     tokens: Annotated[str | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")] = 0.0,
@@ -123,10 +123,18 @@ def generate(
     if tokens is not None:
         request.tokens.ids.extend(_token_ids(tokens))
     else:
-        request.text = sys.stdin.read() if prompt == "-" else str(prompt)
+        request.text = _utf8(sys.stdin.read() if prompt == "-" else str(prompt))
     with _client(config, set_, address) as client:
         last, _ = stream_completion(client.generate(request), sys.stdout)
     print(summary(last), file=sys.stderr)
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt: is not UTF-8 at character {error.start}") from None
+    return text
 
 
 def _token_ids(text: str) -> list[int]:

@@ -61,10 +61,18 @@ def problem(target: Target, alive: bool, timeout_s: float) -> str | None:
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
-            return f"{target.address} {service!r}: {error.code().name}: {error.details()}"
+            return f"{target.address} {service!r}: {_explained(error, target)}"
     if alive or answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"{target.address} {service!r}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+
+
+def _explained(error: grpc.RpcError, target: Target) -> str:
+    text = f"{error.code().name}: {error.details()}"
+    if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        return text
+    way = "with" if target.ca else "without"
+    return f"{text}: nothing answers there {way} TLS"
 
 
 def main(arguments: list[str] | None = None) -> int:

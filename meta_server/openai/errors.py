@@ -50,7 +50,10 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     kind = "not_found_error" if status == 404 else "invalid_request_error" if status < 500 else "internal_error"
     message = f"{request.method} {request.url.path}: {detail}"
     if status == 400:
+        cause = error.__cause__
         message = "the body is not JSON, or it is nested too deeply"
+        if isinstance(cause, UnicodeDecodeError):
+            message = f"the body is not UTF-8: {cause.reason} at byte {cause.start}"
     return JSONResponse(_body(message, kind, None, status), status, headers=headers)
 
 

@@ -25,6 +25,8 @@ def prompts_of(value: object) -> list[Prompt]:
         raise invalid("prompt", f"has {len(value)} prompts; legal: at most {MAX_PROMPTS}")
     if all(isinstance(item, str) for item in value):
         return value
+    if _is_token(value[0]):
+        raise _wrong_type(next(item for item in value if not _is_token(item)))
     for item in value:
         if not isinstance(item, list) or not all(_is_token(token) for token in item):
             raise _wrong_type(item)
@@ -36,14 +38,19 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, object]]:
     if not messages:
         raise invalid("messages", "is empty; at least one message is needed")
     return [
-        {**message.model_dump(exclude={"content"}), "content": _text_of(message.content, index)}
+        {**message.model_dump(exclude={"content"}), "content": _text_of(message, index)}
         for index, message in enumerate(messages)
     ]
 
 
-def _text_of(content: str | list[dict[str, object]] | None, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def _text_of(message: ChatMessage, index: int) -> str:
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise invalid("messages", f"[{index}].content is required; only an assistant's message may be without")
+        return ""
+    if isinstance(content, str):
+        return content
     texts = []
     for part in content:
         text = part.get("text")

@@ -33,6 +33,7 @@ def sluice(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["up", "--config", str(CONFIG), "--model", "/absent"], "model.path: /absent"),
         (["status", "--address", "127.0.0.1:1"], "no deployment answers at 127.0.0.1:1"),
         (["generate", "--address", "127.0.0.1:1"], "give either --prompt TEXT or --tokens"),
+        (["generate", "--address", "127.0.0.1:1", "--prompt", "ab\udcff"], "--prompt: is not UTF-8 at character 2"),
         (["generate", "--address", "127.0.0.1:1", "--tokens", "1,x"], "write token ids as 1,2,3"),
     ],
 )

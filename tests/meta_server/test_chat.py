@@ -101,6 +101,8 @@ async def test_content_parts_are_joined(tokenizer: Tokenizer) -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [*MESSAGES, {"role": "system", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),

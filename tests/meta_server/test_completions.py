@@ -163,7 +163,7 @@ async def test_logprobs_whole_and_streamed_agree(tokenizer: Tokenizer) -> None:
         ({"prompt": ["a", ""]}, 400, "prompt", "is empty"),
         ({}, 400, "prompt", "is required"),
         ({"prompt": {"a": 1}}, 400, "prompt", "legal: a string"),
-        ({"prompt": [5, "a"]}, 400, "prompt", "legal: a string"),
+        ({"prompt": [5, "a"]}, 400, "prompt", "holds 'a'; legal: a string"),
         ({"prompt": [True]}, 400, "prompt", "legal: a string"),
         ({"prompt": "\ud800"}, 400, "prompt", "surrogate"),
         ({"prompt": [5], "model": "\ud800"}, 404, "model", "not served"),
@@ -210,6 +210,7 @@ async def test_bad_input_of_a_stream_is_a_plain_error(shared: Deployment) -> Non
         (b'{"prompt": [5], "temperature": NaN}', "temperature"),
         (b"[" * 100_000, "JSON"),
         (b"\xff\xfe", "JSON"),
+        (b'{"prompt": "ab\xff"}', "not UTF-8: invalid start byte at byte 14"),
         (b'{"prompt": [' + b"9" * 5000 + b"]}", "JSON"),
     ],
 )
