@@ -97,7 +97,7 @@ def plan(
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text in UTF-8; '-' reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="UTF-8 text; '-': standard input.")] = None,
     tokens: Annotated[str | None, typer.Option("--tokens", help="Token ids instead of text: 1,2,3.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")] = 0.0,
