@@ -15,11 +15,9 @@ from prefill_node.identity import Place, worker_info
 from prefill_node.shape import prefill_shape
 from prefill_node.worker import PrefillWorker
 from transfer.hostcann.runtime import end_process, end_process_within, ended_in_time
-from transfer.last_act import last_act
 
 STOP_TIMEOUT_S = 4.0  # for the step under way and the closing of the transfers
-END_TIMEOUT_S = 6.5  # for all of a stop; then the process ends as it is
-LEAVE_TIMEOUT_S = 3.0  # for leaving the pool afterwards, which its client is given less for
+END_TIMEOUT_S = 6.5  # for all of a stop but leaving the pool; then the process ends as it is
 
 
 def main() -> int:
@@ -47,7 +45,6 @@ def main() -> int:
     worker = PrefillWorker(plan)
     code = asyncio.run(_serve(plan, worker, arguments.grpc_port))
     ended_in_time()
-    last_act(LEAVE_TIMEOUT_S, code)
     worker.leave_pool()
     return code
 

@@ -92,7 +92,7 @@ class PrefillWorker:
         return not self._thread.is_alive()
 
     def leave_pool(self) -> None:
-        """The last thing the process does (`transfer/last_act.py`), after `stop`: the pool's memory goes with it."""
+        """The last thing the process does, after `stop`; bounded (`transfer/mem_pool_process.py`)."""
         self._farewell.close()
 
     def status(self) -> common_pb2.WorkerStatus:

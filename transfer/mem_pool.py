@@ -208,7 +208,7 @@ class MemPool:
         """Leave the pool, taking this process's memory out of it. Idempotent.
 
         The wheel may keep the interpreter lock meanwhile, and can hang when another member was killed before; if it
-        lets the lock go, it is left to the end of the process after 2.5 s. `transfer.last_act` bounds all of it.
+        lets the lock go, it is left to the end of the process after 2.5 s. `PoolProcess` bounds all of it.
         """
         if self._closed:
             return
