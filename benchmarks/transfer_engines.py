@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from transfer.memfabric import Copies
+
 READ_S = 60.0
 _MOONCAKE_BATCH = 1024  # descriptors; it refuses 4096 at once
 _LOCALHOST = "127.0.0.1"
@@ -77,10 +79,11 @@ class SluiceEngine:
         return session
 
     def prepare(self, peer: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> Any:
-        return peer, local, remote, sizes
+        return peer, Copies(local, remote, sizes)
 
     def read(self, prepared: Any) -> None:
-        self._engine.read(*prepared, deadline_s=READ_S)
+        session, copies = prepared
+        self._engine.read(session, copies, deadline_s=READ_S)
 
 
 class NixlEngine:

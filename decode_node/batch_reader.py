@@ -49,16 +49,7 @@ class ReadStats(Protocol):
 class ReadEngine(Protocol):
     """What the puller needs of MemFabricEngine."""
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> ReadStats:
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
         """Raises when not all bytes have arrived within ``deadline_s`` seconds.
 
         ``then``: what is read when all of the former has arrived; not in the statistics.
@@ -341,7 +332,7 @@ class BatchReader:
             if self._engine.idle(session):
                 self._engine.forget(session)
         source.suspect = True
-        stats = self._engine.read(session, *copies, deadline_s=timeout_s, then=then)
+        stats = self._engine.read(session, copies, deadline_s=timeout_s, then=then)
         source.suspect = False
         return stats
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Sequence
 
 from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
@@ -55,27 +54,18 @@ class UnreliableReads:
         self._faults = faults
         self._draws = draws
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> ReadStats:
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
         time.sleep(self._faults.read_delay_s)
         fails = self._draws.random() < self._faults.read_failure
         if fails:
-            injected("read_failure", f"a read of {sum(sizes)} bytes from {session_id}")
+            injected("read_failure", f"a read of {sum(copies.sizes)} bytes from {session_id}")
         if fails and self._draws.random() < 0.5:
             raise OSError(f"faults.read_failure: a read from {session_id} was not made")
-        stats = self._engine.read(session_id, local, remote, sizes, deadline_s=deadline_s, then=then)
+        stats = self._engine.read(session_id, copies, deadline_s=deadline_s, then=then)
         if self._draws.random() < self._faults.read_corrupt:
-            injected("read_corrupt", f"a read of {sum(sizes)} bytes from {session_id}")
-            place = self._draws.randrange(len(local))
-            damaged = ctypes.c_ubyte.from_address(local[place] + self._draws.randrange(sizes[place]))
+            injected("read_corrupt", f"a read of {sum(copies.sizes)} bytes from {session_id}")
+            place = self._draws.randrange(len(copies.local))
+            damaged = ctypes.c_ubyte.from_address(copies.local[place] + self._draws.randrange(copies.sizes[place]))
             damaged.value ^= self._draws.randrange(1, 256)
         if fails:
             raise OSError(f"faults.read_failure: a read from {session_id} is said to have failed")

@@ -123,24 +123,16 @@ class LocalEngine:
         self.busy: set[str] = set()
         self.forgotten: list[str] = []
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> Stats:
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
         """What comes then is for the hooks and the record a read of its own."""
+        sizes = copies.sizes
         self.before_read(session_id, sizes)
         self.reads.append((session_id, list(sizes)))
-        for to, source, size in zip(local, remote, sizes, strict=True):
+        for to, source, size in zip(*copies, strict=True):
             ctypes.memmove(to, source, size)
         self.after_read(session_id, sizes)
         if then is not None:
-            self.read(session_id, *then, deadline_s=deadline_s)
+            self.read(session_id, then, deadline_s=deadline_s)
         return Stats(sum(sizes), len(sizes), len(sizes))
 
     def idle(self, session_id: str) -> bool:

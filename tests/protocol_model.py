@@ -8,7 +8,7 @@ sockets, threads and the clock are replaced. Where things could happen in severa
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import permutations
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from prefill_node.link import Endpoint, SourceInfo
 from prefill_node.publisher import Publisher
 from prefill_node.reuse_gate import ReuseGate
 from tests.kv_peers import CKV, K_ROPE, Stats, small_layout
+from tests.model_parts import Anything, Blocked, Chooser, Clock, Condition, Seen
 from transfer.memfabric import Copies
 
 CELL = 16  # bytes of a block of either tensor
@@ -42,45 +43,8 @@ class Violation(BaseException):
     """Something happened that must not. No Exception: the reader would survive that."""
 
 
-class Seen(BaseException):
-    """This state was reached before, on another way."""
-
-
-class Blocked(Exception):
-    """The call would wait here."""
-
-
 class TimedOut(Exception):
     """A read missed its deadline and goes on in the background."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Time passes by jumps only."""
-
-
-class Anything:
-    """Whatever is asked of it."""
-
-    def __getattr__(self, name: str) -> Anything:
-        return self
-
-    def __call__(self, *arguments: object) -> Anything:
-        return self
-
-
-class Condition:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-    def notify_all(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> None:
-        raise Blocked
 
 
 @dataclass
@@ -103,26 +67,6 @@ class Budget:
     failures: int = 0  # reads that fail
     timeouts: int = 0  # reads given up that go on
     together: bool = False  # whether announcements may come so close that they are read in one go
-
-
-class Chooser:
-    """Takes the given choices, then always the first option; refuses to go on from a known state."""
-
-    def __init__(self, prefix: Sequence[int], seen: set[Hashable]) -> None:
-        self.taken: list[tuple[int, int]] = []
-        self._prefix = prefix
-        self._seen = seen
-
-    def choose(self, options: int, state: Hashable) -> int:
-        at = len(self.taken)
-        if at < len(self._prefix):
-            self.taken.append((self._prefix[at], options))
-            return self._prefix[at]
-        if state in self._seen:
-            raise Seen
-        self._seen.add(state)
-        self.taken.append((0, options))
-        return 0
 
 
 class _Reader(BatchReader):
@@ -326,28 +270,19 @@ class World:
 
     # decode_node.batch_reader.ReadEngine
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> Stats:
-        is_word = remote[0] == self.words.address
-        for place, (to, there, size) in enumerate(zip(local, remote, sizes, strict=True)):
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+        is_word = copies.remote[0] == self.words.address
+        for place, (to, there, size) in enumerate(zip(*copies, strict=True)):
             target = to - ctypes.addressof(self._scratch if is_word else self.received)
-            self._between((*self._reading, self._left.failures, is_word, target, len(local) - place))
+            self._between((*self._reading, self._left.failures, is_word, target, len(copies.local) - place))
             if not is_word:
-                self._maybe_fail(list(zip(local, remote, strict=True))[place:])
+                self._maybe_fail(list(zip(copies.local, copies.remote, strict=True))[place:])
             if self._freed and not is_word:
                 raise Violation("a read wrote into the blocks of another request")
             ctypes.memmove(to, there, size)
         if then is not None:
-            self.read(session_id, *then, deadline_s=deadline_s)
-        return Stats(sum(sizes), len(sizes), len(sizes))
+            self.read(session_id, then, deadline_s=deadline_s)
+        return Stats(sum(copies.sizes), len(copies.sizes), len(copies.sizes))
 
     def idle(self, session_id: str) -> bool:
         return not self._busy or not self._mutation.quarantine

@@ -50,6 +50,9 @@ class Copies(NamedTuple):
     sizes: Sequence[int]
 
 
+NOTHING = Copies((), (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class ReadStats:
     """One finished read: bytes moved, descriptors asked for and after merging, and the seconds it took."""
@@ -68,13 +71,12 @@ def parse_protocol(text: str) -> str:
     return protocol
 
 
-def coalesce(
-    local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
+def coalesce(copies: Copies) -> Copies:
     """Merge descriptors that follow each other on both sides; their order is kept, and empty ones are dropped.
 
     Addresses and sizes are bytes; the three sequences have one entry per descriptor.
     """
+    local, remote, sizes = copies
     if not len(local) == len(remote) == len(sizes):
         raise ValueError(f"{len(local)} local and {len(remote)} remote addresses for {len(sizes)} sizes")
     merged_local: list[int] = []
@@ -92,7 +94,7 @@ def coalesce(
             merged_sizes.append(size)
         local_end = here + size
         remote_end = there + size
-    return merged_local, merged_remote, merged_sizes
+    return Copies(merged_local, merged_remote, merged_sizes)
 
 
 class MemFabricEngine:
@@ -144,40 +146,29 @@ class MemFabricEngine:
                 code=code,
             )
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> ReadStats:
-        """Copy `sizes[i]` bytes from the peer's `remote[i]` to `local[i]`, for all i; returns when all have landed.
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
+        """Make all copies; returns when their bytes have landed.
 
         `then`: further copies, the first of which begins when all of those have landed; not in the statistics. Safe
         from several threads; reads on one session run one after the other. Raises TransferTimeout after `deadline_s`
         seconds, TransferError when the peer refuses or is gone.
         """
-        here, there, lengths = coalesce(local, remote, sizes)
-        calls = [(here, there, lengths)] if lengths else []
-        if then is not None:
-            calls.append(coalesce(*then))
+        merged = coalesce(copies)
+        calls = [each for each in (merged, coalesce(then or NOTHING)) if each.sizes]
 
         def run() -> int:
             codes = (self._engine.batch_transfer_sync_read(session_id, *call) for call in calls)
             return next((code for code in codes if code != 0), 0)
 
-        nbytes = sum(lengths)
+        nbytes = sum(merged.sizes)
         started = time.monotonic()
         if calls:
             self._session(session_id).call(run, nbytes, deadline_s)
-        return ReadStats(nbytes, len(sizes), len(lengths), time.monotonic() - started)
+        return ReadStats(nbytes, len(copies.sizes), len(merged.sizes), time.monotonic() - started)
 
     def warm(self, session_id: str, local: int, remote: int, nbytes: int = 1, *, deadline_s: float = 10.0) -> None:
         """Open the link to a session during the hand-shake, by reading `nbytes` (typically 15 ms, sometimes 2 s)."""
-        self.read(session_id, [local], [remote], [nbytes], deadline_s=deadline_s)
+        self.read(session_id, Copies([local], [remote], [nbytes]), deadline_s=deadline_s)
 
     def idle(self, session_id: str) -> bool:
         """False while a read that missed its deadline may still write to its destination."""

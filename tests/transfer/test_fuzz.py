@@ -103,21 +103,12 @@ class GuardedEngine(LocalEngine):
         self._sources = [*_ranges(PREFILL), (words, words + ctypes.sizeof(WORDS))]
         self._destinations = [*_ranges(destination), (scratch, scratch + SOURCE_SCRATCH_BYTES)]
 
-    def read(
-        self,
-        session_id: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-    ) -> Stats:
-        for to, source, size in zip(local, remote, sizes, strict=True):
+    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+        for to, source, size in zip(*copies, strict=True):
             inside = _within(self._destinations, to, size) and _within(self._sources, source, size)
             if not inside:
                 raise SystemExit(f"{size} bytes from {source:#x} to {to:#x} are outside of all tensors")
-        return super().read(session_id, local, remote, sizes, deadline_s=deadline_s, then=then)
+        return super().read(session_id, copies, deadline_s=deadline_s, then=then)
 
 
 def _ranges(memory: Memory) -> list[tuple[int, int]]:

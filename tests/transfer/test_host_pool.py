@@ -89,11 +89,11 @@ engine.register(memory, 1 << 20)
         for rank, child in enumerate((first, second)):
             child.run(
                 f"""
-from transfer.memfabric import MemFabricEngine
+from transfer.memfabric import Copies, MemFabricEngine
 where = dict(host="127.0.0.1", device_id={2 + rank}, store_url="tcp://127.0.0.1:1")
 engine = MemFabricEngine(**where, role="decode", protocol="sdma")
 engine.register(pool.address, pool.nbytes)
-engine.read("{session}", [pool.address + {4096 + rank * 32}], [{remote}], [32], deadline_s=20)
+engine.read("{session}", Copies([pool.address + {4096 + rank * 32}], [{remote}], [32]), deadline_s=20)
 """
             )
         assert first.value("rows[:, 0].tolist()") == [3.0, 3.0, 3.0, 3.0], "0x4040 is 3 in bfloat16"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.transfer.hostcann_worker import Worker, WorkerError
 from transfer import hostcann
-from transfer.memfabric import MemFabricEngine, coalesce, parse_protocol
+from transfer.memfabric import Copies, MemFabricEngine, coalesce, parse_protocol
 
 MIB = 1 << 20
 SIZE = 8 * MIB
@@ -45,7 +45,7 @@ def byte(at): return ctypes.string_at(memory + at, 1)[0]
 def read(session, remote, size, count=1, gap=0, deadline_s=20.0):
     steps = [i * (size + gap) for i in range(count)]
     local, there = [memory + s for s in steps], [remote + s for s in steps]
-    stats = engine.read(session, local, there, [size] * count, deadline_s=deadline_s)
+    stats = engine.read(session, Copies(local, there, [size] * count), deadline_s=deadline_s)
     return [stats.bytes, stats.descriptors_before, stats.descriptors_after]
 """
     )
@@ -164,8 +164,8 @@ def test_what_is_read_then_is_not_in_the_statistics_but_arrives(root: Path) -> N
     with engine(root, "decode", 1, 0) as reader, engine(root, "prefill", 0, 5) as source:
         reader.wait(), source.wait()
         session, there = address_of(source)
-        stats = "engine.read({!r}, [memory], [{}], [8], deadline_s=20.0, then=Copies([memory + 64], [{}], [8])).bytes"
-        assert reader.value(stats.format(session, there, there + 64)) == 8
+        reader.run(f"first, second = Copies([memory], [{there}], [8]), Copies([memory + 64], [{there + 64}], [8])")
+        assert reader.value(f"engine.read('{session}', first, deadline_s=20.0, then=second).bytes") == 8
         assert reader.value("[byte(at) for at in (0, 7, 8, 63, 64, 71, 72)]") == [5, 5, 0, 0, 5, 5, 0]
 
 
@@ -179,7 +179,9 @@ def test_only_device_memory_can_take_part(root: Path) -> None:
         session, memory = address_of(source)
         reader.run(host_memory)
         with pytest.raises(WorkerError, match="failed: code -1"):
-            reader.run(f"engine.read('{session}', [ctypes.addressof(host)], [{memory}], [4096], deadline_s=5.0)")
+            reader.run(
+                f"engine.read('{session}', Copies([ctypes.addressof(host)], [{memory}], [4096]), deadline_s=5.0)"
+            )
 
 
 def test_protocol_names() -> None:
@@ -197,7 +199,7 @@ def test_coalescing_copies_the_same_bytes_in_the_same_order(descriptors: list[tu
     def bytes_of(local: list[int], remote: list[int], sizes: list[int]) -> list[tuple[int, int]]:
         return [(a + i, b + i) for a, b, n in zip(local, remote, sizes, strict=True) for i in range(n)]
 
-    merged = coalesce(local, remote, sizes)
+    merged = coalesce(Copies(local, remote, sizes))
     assert bytes_of(*merged) == bytes_of(local, remote, sizes)
     ends = [(a + n, b + n) for a, b, n in zip(*merged, strict=True)]
     assert all(end != start for end, start in zip(ends, list(zip(merged[0], merged[1], strict=True))[1:], strict=False))
@@ -205,4 +207,4 @@ def test_coalescing_copies_the_same_bytes_in_the_same_order(descriptors: list[tu
 
 def test_coalescing_needs_equal_lengths() -> None:
     with pytest.raises(ValueError, match="1 local and 2 remote addresses for 1 sizes"):
-        coalesce([0], [0, 1], [4])
+        coalesce(Copies([0], [0, 1], [4]))
