@@ -128,7 +128,7 @@ def test_joining_needs_the_meta_service() -> None:
 def test_a_service_that_was_replaced_between_two_questions_is_noticed() -> None:
     """Both listen at the same port, and the second one has nothing that would tell it from the first."""
     with started_service() as first:
-        monitor = PoolMonitor(first.metrics)
+        monitor = PoolMonitor(first.metrics, deadline_s=20)
         for _ in range(2):
             assert monitor.usage() == PoolUsage(0, 0)
         assert monitor.restarts == 0

@@ -47,7 +47,7 @@ def test_a_pool_client_in_another_process_copies_this_ones_device_memory(service
 
 
 def test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later(service: Service) -> None:
-    with worker_of(service, call_s=1) as worker:
+    with worker_of(service, call_s=5) as worker:
         worker.run("a, = pool.alloc(['a'], [SIZE]); pool.finish(['a'])")
         worker.run("client = pool.pid; os.kill(client, signal.SIGSTOP)")  # as if it hung
         with pytest.raises(WorkerError, match="the pool did not load in time; its client was ended") as lost:
