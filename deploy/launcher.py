@@ -4,7 +4,7 @@
 2. start MemCache's MetaService and the meta server, wait until they listen;
 3. start the workers, show their progress, wait until the meta server reports all of them ready;
 4. print ``sluice ready`` and watch (deploy/watch.py): with ``runtime.restart`` who dies is started again;
-5. on SIGTERM or Ctrl-C end everything: meta server, workers, MetaService, each with its own deadline, 15 s in all.
+5. on SIGTERM, SIGHUP or Ctrl-C end everything: meta server, workers, MetaService, each with a deadline, 15 s in all.
 """
 
 from __future__ import annotations
@@ -65,29 +65,37 @@ def up(config: SluiceConfig, console: Console) -> None:
 @contextmanager
 def started(config: SluiceConfig, console: Console, signals: Signals) -> Iterator[tuple[Run, Supervisor]]:
     """A deployment that is ready; it ends with the block. Raises what `up` raises, and Stopped."""
-    with resolved(config) as run, _supervised(console) as supervisor:
+    with resolved(config, signals.sleep) as run, _supervised(console, run) as supervisor:
         console.print(f"run folder {run.run_dir}", markup=False, soft_wrap=True)
         try:
             _start(run, supervisor, signals, console)
         except ChildDied as death:
+            run.keep()
             raise DeploymentFailed(f"the deployment did not start\n{death}") from None
         yield run, supervisor
 
 
 @contextmanager
-def _supervised(console: Console) -> Iterator[Supervisor]:
+def _supervised(console: Console, run: Run) -> Iterator[Supervisor]:
     supervisor = Supervisor()
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # the terminal may have gone
+            console.print(text, markup=False, soft_wrap=True)
+
     try:
         yield supervisor
     finally:
-        console.print("stopping", markup=False)
+        say("stopping")
         try:
             killed = supervisor.stop(_STOP_PHASES)
         except KeyboardInterrupt:
             killed = supervisor.kill()
         if killed:
-            console.print(f"had to kill: {', '.join(killed)}", markup=False)
-        console.print("stopped", markup=False)
+            say(f"had to kill: {', '.join(killed)}")
+        say("stopped")
+        if run.kept:
+            say(f"a process had died; the logs stay in {run.log_dir}")
 
 
 def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console) -> None:
@@ -101,7 +109,7 @@ def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console)
         for name, (host, port) in listening.items():
             progress.update(name, "starting")
             while not can_connect(host, port):
-                _step(supervisor, signals, deadline, progress)
+                _step(run, supervisor, signals, deadline, progress)
             progress.update(name, "ready")
         specs = processes.workers(run)
         supervisor.start(specs)
@@ -109,14 +117,20 @@ def _start(run: Run, supervisor: Supervisor, signals: Signals, console: Console)
             progress.update(spec.name, "starting")
         with Client.of(run.config, run.grpc_address) as client:
             while not _all_ready(client, len(specs), progress):
-                _step(supervisor, signals, deadline, progress)
+                _step(run, supervisor, signals, deadline, progress)
 
 
-def _step(supervisor: Supervisor, signals: Signals, deadline: float, progress: Progress) -> None:
+def _step(run: Run, supervisor: Supervisor, signals: Signals, deadline: float, progress: Progress) -> None:
     signals.sleep(_POLL_S)
     supervisor.check()
     if time.monotonic() > deadline:
-        raise DeploymentFailed(f"not ready within runtime.startup_timeout_s; {progress.waiting_for()}")
+        waiting = "".join(f"\n{name}: {state}{_warning(supervisor, name)}" for name, state in progress.waiting())
+        raise DeploymentFailed(f"not ready within runtime.startup_timeout_s; logs in {run.log_dir}{waiting}")
+
+
+def _warning(supervisor: Supervisor, name: str) -> str:
+    warning = supervisor.last_warning(name)
+    return "" if warning is None else f"\n  | {warning}"
 
 
 def _all_ready(client: Client, expected: int, progress: Progress) -> bool:

@@ -24,7 +24,7 @@ from deploy import probe, processes
 from deploy.child import ChildSpec
 from deploy.device_root import default_parent
 from deploy.pod_plan import Pod, Role, pod_config
-from deploy.ports import PortChooser, can_connect
+from deploy.ports import LocalHost, PortChooser, can_connect
 from deploy.resolve import Run, check, written
 from deploy.signals import Signals, Stopped
 from deploy.supervisor import ChildDied, StopPhase, Supervisor
@@ -138,7 +138,8 @@ def pod_run(config: SluiceConfig, pod: Pod) -> Iterator[Run]:
 
 
 def _with_store_port(config: SluiceConfig) -> SluiceConfig:
-    port = PortChooser().choose("transfer.store_port", config.runtime.host, config.transfer.store_port)
+    host = LocalHost.of("runtime.host", config.runtime.host)
+    port = PortChooser().choose("transfer.store_port", host, config.transfer.store_port)
     return config.model_copy(update={"transfer": config.transfer.model_copy(update={"store_port": port})})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -26,22 +27,31 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal may have gone
+                self._live.stop()
 
     def update(self, name: str, state: str) -> None:
         """Says what process `name` is doing now."""
         if self._states.get(name) == state:
             return
         self._states[name] = state
+        with suppress(OSError):  # the terminal may have gone, of which a signal tells
+            self._show(name, state)
+
+    def _show(self, name: str, state: str) -> None:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         else:
             elapsed = time.monotonic() - self._started
             self._console.print(f"[{elapsed:6.1f}s] {name}: {state}", markup=False, soft_wrap=True)
 
+    def waiting(self) -> list[tuple[str, str]]:
+        """The processes that are not ready, with their last state."""
+        return [(name, state) for name, state in self._states.items() if state != "ready"]
+
     def waiting_for(self) -> str:
-        """The processes that are not ready, with their last state, for an error message."""
-        return "; ".join(f"{name}: {state}" for name, state in self._states.items() if state != "ready")
+        """The same, as one line of an error message."""
+        return "; ".join(f"{name}: {state}" for name, state in self.waiting())
 
     def _table(self) -> Table:
         title = f"starting ({time.monotonic() - self._started:.0f} s)"

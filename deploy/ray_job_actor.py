@@ -6,7 +6,7 @@ import ray.util
 
 from deploy import processes
 from deploy.part import Part
-from deploy.ports import PortChooser
+from deploy.ports import LocalHost, PortChooser
 from deploy.resolve import check
 from deploy.supervisor import StopPhase
 from deploy.units import Unit
@@ -33,7 +33,8 @@ class UnitActor:
         Raises ConfigError: the checkpoint is not on this node, a folder or port cannot be used, no NPUs are asked for.
         """
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        store_port = PortChooser().choose("transfer.store_port", host, config.transfer.store_port)
+        local = LocalHost.of("runtime.host", host)
+        store_port = PortChooser().choose("transfer.store_port", local, config.transfer.store_port)
         here = config.model_copy(
             update={
                 "runtime": config.runtime.model_copy(update={"host": host}),

@@ -8,7 +8,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,17 @@ import yaml
 
 from deploy.checkpoint import checkpoint_of
 from deploy.device_root import DeviceRoot, default_parent, sweep_dead
-from deploy.ports import PortChooser
+from deploy.ports import LocalHost, PortChooser
 from deploy.signals import Stopped
 from engine.config import ConfigError, SluiceConfig
 from engine.config_check import check_against_model
-from engine.credentials import Credentials
+from engine.credentials import Credentials, check_called
 
 _LONGEST_SOCKET_NAME = 48
 """Room for a socket's file name below run_dir: Unix socket paths are limited to 107 bytes."""
+
+_KEPT = "kept"
+"""File that marks a run folder which is not to be removed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,14 @@ class Run:
     @property
     def log_dir(self) -> Path:
         return self.run_dir / "logs"
+
+    def keep(self) -> None:
+        """The folder stays, temporary or not: a process died in it, and its logs say why."""
+        (self.run_dir / _KEPT).touch()
+
+    @property
+    def kept(self) -> bool:
+        return (self.run_dir / _KEPT).exists()
 
     @property
     def http_url(self) -> str:
@@ -71,30 +83,42 @@ def check(config: SluiceConfig, grpc: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def resolved(config: SluiceConfig) -> Iterator[Run]:
+def resolved(config: SluiceConfig, pause: Callable[[float], None] = time.sleep) -> Iterator[Run]:
     """Creates the run's folders, fills in what is open, writes the file. Everything temporary is gone afterwards.
 
-    A run folder named by `runtime.run_dir` stays (logs); one made here is removed unless the run ended in an error.
-    Raises ConfigError: does not fit the checkpoint, a port or folder is in use.
+    A run folder named by `runtime.run_dir` stays (logs); one made here is removed unless the run ended in an error or
+    was told to keep it.
+    Whatever takes time calls `pause`. Raises ConfigError: does not fit the checkpoint, a port or folder is in use; and
+    what `pause` raises.
     """
     check(config)
+    called = {"grpc.host": reachable(config.grpc.host), "runtime.host": config.runtime.host}
+    check_called(config.security, called)
     parent = default_parent()
     sweep_dead(parent)
     with _run_dir(config) as run_dir, _device_root(config, parent) as device_root:
-        yield written(filled(config), run_dir, device_root)
+        yield written(filled(config, pause), run_dir, device_root)
 
 
-def filled(config: SluiceConfig) -> SluiceConfig:
-    """`config` with free ports of this machine in place of open ones. Raises ConfigError: a port is in use."""
+def filled(config: SluiceConfig, pause: Callable[[float], None] = time.sleep) -> SluiceConfig:
+    """`config` with free ports of this machine in place of open ones.
+
+    Raises ConfigError: a port is in use, or a host is not this one; and what `pause` raises, which is called while a
+    name is looked up.
+    """
     ports = PortChooser()
-    local = config.runtime.host
 
-    def port(section: str, field: str, host: str) -> dict[str, int]:
+    def port(section: str, field: str, host: LocalHost) -> dict[str, int]:
         wanted = int(getattr(getattr(config, section), field))
         return {field: ports.choose(f"{section}.{field}", host, wanted)}
 
-    http, grpc = port("http", "port", config.http.host), port("grpc", "port", config.grpc.host)
-    pool = port("pool", "meta_port", local) | port("pool", "config_port", local) | port("pool", "metrics_port", local)
+    local = LocalHost.of("runtime.host", config.runtime.host, pause)
+    pool_host = LocalHost.of("pool.host", config.pool.host, pause) if config.pool.host else local
+    http = port("http", "port", LocalHost.of("http.host", config.http.host, pause))
+    grpc = port("grpc", "port", LocalHost.of("grpc.host", config.grpc.host, pause))
+    pool: dict[str, int] = {}
+    for field in ("meta_port", "config_port", "metrics_port"):
+        pool |= port("pool", field, pool_host)
     return config.model_copy(
         update={
             "transfer": config.transfer.model_copy(update=port("transfer", "store_port", local)),
@@ -121,8 +145,8 @@ def written(config: SluiceConfig, run_dir: Path, device_root: Path) -> Run:
     config_file = run_dir / "sluice.yaml"
     config_file.write_text(yaml.safe_dump(full.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     (run_dir / "logs").mkdir(exist_ok=True)
-    for stale in run_dir.glob("*.rendezvous"):  # of an earlier run in the same folder
-        stale.unlink()
+    for stale in (*run_dir.glob("*.rendezvous"), run_dir / _KEPT):  # of an earlier run in the same folder
+        stale.unlink(missing_ok=True)
     return Run(full, config_file, run_dir, device_root)
 
 
@@ -133,9 +157,9 @@ def _run_dir(config: SluiceConfig) -> Iterator[Path]:
         try:
             yield temporary
         except (ConfigError, Stopped):
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
             raise
-        shutil.rmtree(temporary, ignore_errors=True)  # not reached after any other error: the logs stay
+        _remove(temporary)  # not reached after any other error: the logs stay
         return
     path = Path(config.runtime.run_dir).resolve()
     if len(os.fsencode(path)) + _LONGEST_SOCKET_NAME > 107:
@@ -152,6 +176,11 @@ def _run_dir(config: SluiceConfig) -> Iterator[Path]:
         raise ConfigError(f"runtime.run_dir = {str(path)!r}: used by another running deployment") from None
     finally:
         os.close(lock)
+
+
+def _remove(temporary: Path) -> None:
+    if not (temporary / _KEPT).exists():
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C for the launcher: an exception at a place where it is expected, not anywhere."""
+"""SIGTERM, SIGHUP and Ctrl-C for the launcher: an exception at a place where it is expected, not anywhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Signals:
         self._count = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup, which is to outlive its terminal
+            signal.signal(signal.SIGHUP, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self._count += 1

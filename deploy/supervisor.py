@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from deploy.child import Child, ChildSpec
 
 _LAST_LINES = 15
+_LOG_LINES = 200
+_LEVELS = (" WARNING ", " ERROR ", " CRITICAL ")
 
 
 class ChildDied(Exception):
@@ -52,6 +54,11 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids by name, of children that run."""
         return {child.spec.name: child.pid for child in self._children if child.exit_code is None}
+
+    def last_warning(self, name: str) -> str | None:
+        """The last line of this child's log that is a warning or worse; None if there is none."""
+        lines = [line for child in self._children if child.spec.name == name for line in child.last_lines(_LOG_LINES)]
+        return next((line for line in reversed(lines) if any(level in line for level in _LEVELS)), None)
 
     def deaths(self) -> list[Child]:
         """Children that have ended since the last call."""

@@ -18,7 +18,8 @@ class DeploymentLost(Exception):
 
 
 class Watch:
-    """Every death is told once. With `runtime.restart`, the dead process starts again together with its unit.
+    """Every death is told once, and the logs are kept. With `runtime.restart`, the dead process starts again together
+    with its unit.
 
     A worker comes back as a new peer, with an epoch of its own, and registers; nobody else is restarted for it
     (test_a_dead_worker_group_is_started_again_and_nobody_else). The other ranks of its group are killed first: they
@@ -29,17 +30,18 @@ class Watch:
         self, run: Run, specs: Sequence[ChildSpec], supervisor: Supervisor, say: Callable[[str], None]
     ) -> None:
         """`specs` are the children of `supervisor`; `say` gets one text per event."""
+        self._run = run
         self._supervisor = supervisor
         self._say = say
         self._restart = run.config.runtime.restart
         self._limit = RestartLimit(run.config.runtime.restarts_per_minute)
-        self._device_root = run.device_root
         self._units = Units(specs, run.run_dir)
         self._due: dict[str, float] = {}  # monotonic times by unit
 
     def look(self) -> None:
         """To be called often. Raises DeploymentLost when the meta server is gone for good."""
         for child in self._supervisor.deaths():
+            self._run.keep()
             self._say(obituary(child))
             unit = unit_of(child.spec.name)
             if unit in self._due:
@@ -54,6 +56,6 @@ class Watch:
                 self._say(f"{unit} died too often (runtime.restarts_per_minute) and is not started again")
         for unit in [unit for unit, due in self._due.items() if due <= time.monotonic()]:
             del self._due[unit]
-            hostcann.sweep(self._device_root, keep=True)  # or the memory of the dead would fill the host in the end
+            hostcann.sweep(self._run.device_root, keep=True)  # or the memory of the dead would fill the host in the end
             self._say(f"starting {unit} again")
             self._supervisor.start_again(self._units.specs(unit))

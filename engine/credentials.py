@@ -9,7 +9,7 @@ import contextlib
 import hmac
 import os
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,21 @@ class Credentials:
         return [KeyCheck(self)] if self.clients or self.workers else []
 
 
+def check_called(section: SecuritySection, called: Mapping[str, str]) -> None:
+    """Where callers look for the address they call, for want of `security.server_name`: does the certificate have it?
+
+    `called` has each address by the field that names it. Raises ConfigError.
+    """
+    if section.certificate is None or section.server_name is not None:
+        return
+    for field_, address in called.items():
+        if refusal := _refusal(section, address):
+            raise ConfigError(
+                f"security.certificate = {section.certificate!r}: callers of {field_} = {address!r} would refuse it: "
+                f"{refusal}; name it in the certificate (subjectAltName), or give in security.server_name one that is"
+            )
+
+
 def client_trust(section: SecuritySection) -> Trust:
     """What a client of the deployment needs of `section`: the authority and an API key. Raises ConfigError."""
     return _trust(section, _keys("api_keys", section.api_keys))
@@ -135,7 +150,9 @@ def _keys(name: str, source: str | None) -> Keys | None:
     if source is None:
         return None
     if source.startswith(VARIABLE):
-        text = os.environ.get(source.removeprefix(VARIABLE), "")
+        variable = source.removeprefix(VARIABLE)
+        if (text := os.environ.get(variable)) is None:
+            raise ConfigError(f"security.{name} = {source!r}: the variable {variable} is not set")
     else:
         text = _read(name, source).decode("utf-8", "replace")
     keys = tuple(text.split())
@@ -164,26 +181,45 @@ def _load_ca(section: SecuritySection) -> ssl.SSLContext:
 
 
 def _check_certificate(section: SecuritySection) -> None:
-    """A hand-shake with ourselves, in memory: what a caller would say of the certificate."""
-    ours = f"security.certificate = {section.certificate!r}"
+    """Raises ConfigError: certificate and key are not what they should be, or callers would refuse them."""
+    if refusal := _refusal(section, section.server_name):
+        raise ConfigError(
+            f"security.certificate = {section.certificate!r}: callers would refuse it by security.ca: {refusal}"
+        )
+
+
+def _refusal(section: SecuritySection, name: str | None) -> str | None:
+    """What a caller who looks for `name` (None: for any) says of the certificate: a hand-shake with ourselves, in
+    memory. None if it accepts it. Raises ConfigError."""
     serving, calling = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), _load_ca(section)
-    calling.check_hostname = section.server_name is not None
+    calling.check_hostname = name is not None
     try:
         serving.load_cert_chain(str(section.certificate), section.private_key, password=lambda: "")
     except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"security.private_key = {section.private_key!r}: is not the key of {ours}") from None
-        raise ConfigError(
-            f"{ours} or security.private_key = {section.private_key!r}: is not PEM, or has a password"
-        ) from None
+        raise ConfigError(_wrong_pair(section, error)) from None
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    caller = calling.wrap_bio(back, there, server_hostname=section.server_name)
+    caller = calling.wrap_bio(back, there, server_hostname=name)
     server = serving.wrap_bio(there, back, server_side=True)
     try:
         for side in (caller, server) * 2:  # a hand-shake is three messages long, from TLS 1.3 on
             _step(side)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"{ours}: callers would refuse it by security.ca: {error.verify_message}") from None
+        return error.verify_message
+    return None
+
+
+def _wrong_pair(section: SecuritySection, error: ssl.SSLError) -> str:
+    """Which of the two files cannot be used, and why."""
+    certificate, key = f"security.certificate = {section.certificate!r}", str(section.private_key)
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return f"security.private_key = {key!r}: is not the key of {certificate}"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(section.certificate)
+    except ssl.SSLError:
+        return f"{certificate}: holds no PEM certificate"
+    if b"ENCRYPTED" in _read("private_key", key):
+        return f"security.private_key = {key!r}: has a password; give one without (openssl pkey -in FILE -out FILE)"
+    return f"security.private_key = {key!r}: holds no PEM key"
 
 
 def _step(side: ssl.SSLObject) -> None:

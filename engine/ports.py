@@ -16,15 +16,15 @@ class NoFreePort(RuntimeError):
     """No port of the range could be listened on."""
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on `host`:`port` now."""
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why no server could listen on `host`:`port` (0: on any port) now; None if one could."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def free_port(host: str, taken: Container[int] = ()) -> int:
@@ -32,6 +32,6 @@ def free_port(host: str, taken: Container[int] = ()) -> int:
     chosen = random.SystemRandom()
     for _ in range(_TRIES):
         port = chosen.randrange(LOW, HIGH)
-        if port not in taken and is_free(host, port):
+        if port not in taken and bind_error(host, port) is None:
             return port
     raise NoFreePort(f"found no free port on {host} between {LOW} and {HIGH}")

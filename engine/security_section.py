@@ -31,7 +31,7 @@ class SecuritySection(Section):
     ca: File | None = Field(
         None, description="PEM file with the certificates by which callers know a process's; all that a client needs"
     )
-    server_name: str | None = Field(
+    server_name: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="name in the certificate that callers look for; what they call (an address) if absent",
     )

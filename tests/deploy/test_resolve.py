@@ -7,16 +7,20 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deploy import ports
 from deploy.device_root import DeviceRoot, sweep_dead
-from deploy.ports import PortChooser
+from deploy.ports import LocalHost, PortChooser
 from deploy.processes import workers
-from deploy.resolve import resolved
+from deploy.resolve import filled, resolved
+from deploy.signals import Stopped
 from engine.config import ConfigError, SluiceConfig, build_config, load_config
+from tests.certificates import Authority, section
 from tests.checkpoints import tiny_config
 
 
@@ -85,9 +89,60 @@ def test_a_port_in_use_is_refused_with_its_field(model_dir: Path) -> None:
 
 def test_two_fields_with_one_port_are_refused() -> None:
     chooser = PortChooser()
-    port = chooser.choose("http.port", "127.0.0.1", 0)
-    with pytest.raises(ConfigError, match=rf"grpc\.port = {port}"):
-        chooser.choose("grpc.port", "127.0.0.1", port)
+    host = LocalHost.of("http.host", "127.0.0.1")
+    port = chooser.choose("http.port", host, 0)
+    with pytest.raises(ConfigError, match=rf"grpc\.port = {port}: same as http\.port"):
+        chooser.choose("grpc.port", host, port)
+
+
+@pytest.mark.parametrize("section", ["http", "grpc", "runtime", "pool"])
+def test_a_host_that_is_not_this_machine_is_named_by_its_field(model_dir: Path, section: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.host = '192\.0\.2\.1': is not an address of this machine"):
+        filled(configured(model_dir, **{section: {"host": "192.0.2.1"}}))
+
+
+def test_a_host_without_an_address_is_looked_up_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unknown(name: str) -> str:
+        asked.append(name)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(ports.socket, "gethostbyname", unknown)
+    config = configured(model_dir, runtime={"host": "nosuchhost"})
+    with pytest.raises(ConfigError, match=r"runtime\.host = 'nosuchhost': cannot be resolved"), resolved(config):
+        pass
+    assert asked == ["nosuchhost"]
+
+
+def test_a_signal_ends_the_wait_for_a_name_server(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = threading.Event()
+    monkeypatch.setattr(ports.socket, "gethostbyname", lambda _: silent.wait(60))
+
+    def stopped(_: float) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped), resolved(configured(model_dir), stopped):
+        pass
+    silent.set()
+
+
+def test_the_folder_stays_when_a_process_died_in_it(model_dir: Path) -> None:
+    with pytest.raises(Stopped), resolved(configured(model_dir)) as run:
+        run.keep()
+        raise Stopped
+    assert run.log_dir.is_dir()
+    shutil.rmtree(run.run_dir)
+
+
+def test_a_certificate_without_the_address_that_is_called_ends_the_start(model_dir: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    security = section(authority, authority.issue("server"))
+    with resolved(configured(model_dir, security=security)):
+        pass
+    elsewhere = configured(model_dir, security=security, grpc={"host": "127.0.0.2", "port": 0})
+    with pytest.raises(ConfigError, match=r"callers of grpc\.host = '127\.0\.0\.2' would refuse"), resolved(elsewhere):
+        pass
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:

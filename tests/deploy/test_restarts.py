@@ -65,9 +65,8 @@ class Launched:
         self.supervisor = Supervisor()
         self.supervisor.start(specs)
         self.said: list[str] = []
-        self.watch = Watch(
-            Run(config, folder / "sluice.yaml", folder, folder), specs, self.supervisor, self.said.append
-        )
+        self.run = Run(config, folder / "sluice.yaml", folder, folder)
+        self.watch = Watch(self.run, specs, self.supervisor, self.said.append)
         self.first = self.supervisor.pids()
 
     def kill(self, name: str) -> None:
@@ -115,6 +114,7 @@ def test_a_dead_process_is_started_again_with_its_unit_only(launch: Launch, vict
     launched.look_until(lambda: launched.replaced() == unit and set(launched.supervisor.pids()) == set(NAMES))
     for _ in range(20):
         launched.watch.look()
+    assert launched.run.kept, "the folder with the logs stays"
     text = "\n".join(launched.said)
     assert text.count("killed by SIGKILL") == 1, "the ranks that had to go with it are not told as deaths"
     assert launched.replaced() == unit

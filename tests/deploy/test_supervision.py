@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from deploy.child import Child, ChildSpec
+from deploy.signals import Signals, Stopped
 from deploy.supervisor import ChildDied, StopPhase, Supervisor
 
 
@@ -45,6 +46,28 @@ def test_death_tells_who_how_and_the_end_of_the_log(tmp_path: Path, supervisor: 
             time.sleep(0.02)
     text = str(death.value)
     assert "decode-0" in text and "exit status 7" in text and "no such checkpoint" in text
+
+
+def test_the_last_warning_of_a_log_is_found(tmp_path: Path, supervisor: Supervisor) -> None:
+    lines = ["12:00 INFO a: loading", "12:01 WARNING a: no answer", "12:02 INFO a: waiting"]
+    (tmp_path / "a.log").write_text("\n".join(lines))
+    supervisor._children = [Child(python(tmp_path, "a", "pass"), continue_log=True)]
+    assert supervisor.last_warning("a") == lines[1]
+    assert supervisor.last_warning("b") is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_next_sleep(number: signal.Signals) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signals = Signals()
+        signal.raise_signal(number)
+        with pytest.raises(Stopped):
+            signals.sleep(60)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_a_death_is_reported_once_and_the_signal_is_named(tmp_path: Path, supervisor: Supervisor) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from engine.config import ConfigError, build_config, load_config
-from engine.credentials import Credentials, Keys, client_trust
+from engine.credentials import Credentials, Keys, check_called, client_trust
 from engine.security_section import SecuritySection
 from tests.certificates import DAY, NAME, Authority
 
@@ -22,6 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     authority.issue("good")
     authority.issue("expired", -DAY)
     Authority(folder, "stranger")
+    key = serialization.load_pem_private_key((folder / "good.key").read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"secret")
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "locked.key").write_bytes(key.private_bytes(pem, pkcs8, locked))
     (folder / "text").write_text("no certificate\n")
     (folder / "empty").write_text("\n \n")
     (folder / "keys").write_text("first\nsecond\n")
@@ -44,7 +49,9 @@ GOOD = {"certificate": "good.crt", "private_key": "good.key", "ca": "ca.crt"}
         ({"certificate": "absent"}, r"security\.certificate = '.*/absent': cannot be read: No such file"),
         ({"private_key": "absent"}, r"security\.private_key = '.*/absent': cannot be read: No such file"),
         ({"ca": "absent"}, r"security\.ca = '.*/absent': cannot be read: No such file"),
-        ({"certificate": "text"}, r"security\.certificate = '.*/text' or .*: is not PEM, or has a password"),
+        ({"certificate": "text"}, r"security\.certificate = '.*/text': holds no PEM certificate"),
+        ({"private_key": "text"}, r"security\.private_key = '.*/text': holds no PEM key"),
+        ({"private_key": "locked.key"}, r"security\.private_key = '.*/locked\.key': has a password"),
         ({"ca": "text"}, r"security\.ca = '.*/text': holds no PEM certificate"),
         ({"private_key": "expired.key"}, r"security\.private_key = .*expired.key': is not the key of security\.cert"),
         (
@@ -55,7 +62,10 @@ GOOD = {"certificate": "good.crt", "private_key": "good.key", "ca": "ca.crt"}
         ({"server_name": "other"}, r"callers would refuse it by security\.ca: Hostname mismatch.*'other'"),
         ({"api_keys": "absent"}, r"security\.api_keys = '.*/absent': cannot be read: No such file"),
         ({"api_keys": "empty"}, r"security\.api_keys = '.*/empty': holds no key"),
-        ({"worker_keys": "env:SLUICE_NO_SUCH"}, r"security\.worker_keys = 'env:SLUICE_NO_SUCH': holds no key"),
+        (
+            {"worker_keys": "env:SLUICE_NO_SUCH"},
+            r"security\.worker_keys = 'env:SLUICE_NO_SUCH': the variable SLUICE_NO_SUCH is not set",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_naming_the_file(folder: Path, fields: dict[str, str], message: str) -> None:
@@ -76,6 +86,17 @@ def test_what_cannot_be_used_is_refused_naming_the_file(folder: Path, fields: di
 def test_fields_that_need_each_other_come_together(folder: Path, fields: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         security(folder, **fields)
+
+
+def test_without_a_server_name_the_certificate_has_what_callers_call(folder: Path) -> None:
+    check_called(security(folder, **GOOD), {"grpc.host": "127.0.0.1"})
+    check_called(security(folder, **GOOD, server_name=NAME), {"grpc.host": "127.0.0.2"})
+    with pytest.raises(
+        ConfigError, match=r"security\.certificate = .*good\.crt': callers of grpc\.host = '127\.0\.0\.2'"
+    ):
+        check_called(security(folder, **GOOD), {"runtime.host": "127.0.0.1", "grpc.host": "127.0.0.2"})
+    with pytest.raises(ConfigError, match=r"security\.server_name = ''"):
+        security(folder, **GOOD, server_name="")
 
 
 def test_a_server_needs_a_certificate_where_callers_look_for_one(folder: Path) -> None:
