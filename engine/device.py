@@ -34,8 +34,15 @@ class Device:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor in device memory, its address aligned to 2 MiB. Contents are unspecified.
 
-        Raises DeviceOutOfMemory (from transfer.hostcann.runtime) when the device cannot hold it.
+        Raises DeviceOutOfMemory (from transfer.hostcann.runtime) when the device cannot hold it, and DeviceError over a
+        real driver, whose memory the processor cannot touch.
         """
+        if not runtime.emulated():
+            raise runtime.DeviceError(
+                f"device {self.device_id}: libascendcl.so is a real driver's; this version computes on the CPU, in the "
+                "memory of hostcann's emulated devices: start it with `sluice up`, whose driver comes first in "
+                "LD_LIBRARY_PATH"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes <= 0:
             raise ValueError(f"device {self.device_id}: a tensor of shape {tuple(shape)} holds no bytes")

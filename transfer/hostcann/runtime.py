@@ -90,6 +90,11 @@ def memory(device_id: int) -> tuple[int, int]:
     return total.value - unused.value, total.value
 
 
+def emulated() -> bool:
+    """Whether the driver of this process is hostcann's, whose device memory the processor can read and write."""
+    return hasattr(_acl(), "hostcann_leave")
+
+
 def end_process_within(seconds: float) -> None:
     """Ends the process with status 1 and its threads' stacks on stderr, unless it has ended by itself before.
 
@@ -112,6 +117,6 @@ def end_process(status: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if _acl.cache_info().currsize and hasattr(_acl(), "hostcann_leave"):  # a real driver cleans up by itself
+    if _acl.cache_info().currsize and emulated():  # a real driver cleans up by itself
         _acl().hostcann_leave()
     os._exit(status)
