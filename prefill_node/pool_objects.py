@@ -44,6 +44,7 @@ class PoolObjects:
       it was looked up; the last request to end gives it back. The object itself stays: it is a cache.
     * One writer (test_a_block_has_one_writer_at_a_time): a block that one request is writing is not allocated again for
       another; others find it when it is finished, and never before.
+    * Nothing outlives its users, whatever fails (test_no_object_outlives_the_requests_that_use_it).
     * All or nothing: objects that are not finished when their step ends are given back.
     """
 
@@ -62,8 +63,9 @@ class PoolObjects:
         found = 0
         while found < len(keys):
             batch = keys[found : found + _KEYS_PER_CALL]
-            run = self._lease_run(batch)
+            run, beyond = self._lease_run(batch)
             self._use(request_id, batch[:run])
+            self._release(beyond)
             found += run
             if run < len(batch):
                 break
@@ -142,8 +144,9 @@ class PoolObjects:
     def _ttl_ms(self) -> int:
         return int(self._lease_s * 1000)
 
-    def _lease_run(self, keys: Sequence[str]) -> int:
-        """Leases the leading blocks that are complete; how many there are."""
+    def _lease_run(self, keys: Sequence[str]) -> tuple[int, list[_Object]]:
+        """Leases the leading blocks that are complete: how many there are, and what was leased behind one that was
+        evicted a moment ago."""
         unknown = [key for key in keys if key not in self._objects]
         present = self._present(unknown)
         run = 0
@@ -155,8 +158,7 @@ class PoolObjects:
         self._lease({key: present[key] for key in keys[:run] if key in present})
         found = next((index for index, key in enumerate(keys[:run]) if key not in self._objects), run)
         beyond = [self._objects.pop(key) for key in keys[found:run] if key in self._objects and key in present]
-        self._release(beyond)  # behind one that was evicted a moment ago
-        return found
+        return found, beyond
 
     def _present(self, keys: Sequence[str]) -> dict[str, str]:
         """Names of the complete objects of blocks that are not known here, by key."""
