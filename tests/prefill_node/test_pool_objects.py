@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 
@@ -75,10 +76,8 @@ def test_no_object_outlives_the_requests_that_use_it(seed):
                 pool.written_by_another_group(KEYS)
 
     for _ in range(60):
-        try:
+        with contextlib.suppress(PoolError):
             act(rng.choice(REQUESTS))
-        except PoolError:
-            pass
     pool.failing = False
     for request in REQUESTS:
         objects.drop(request)
