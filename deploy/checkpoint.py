@@ -9,6 +9,7 @@ from engine.config import ConfigError, SluiceConfig, build_config
 from engine.config_check import served_model
 from engine.model.config import ModelConfig
 from engine.model.config_reader import ModelConfigError
+from engine.model.weight_files import CheckpointError, check_weight_files
 
 
 def checkpoint_of(config: SluiceConfig) -> ModelConfig:
@@ -16,6 +17,14 @@ def checkpoint_of(config: SluiceConfig) -> ModelConfig:
     try:
         return served_model(config)
     except ModelConfigError as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def check_weights(config: SluiceConfig) -> None:
+    """Are the weights at `model.path` there, and whole? Reads headers only. Raises ConfigError."""
+    try:
+        check_weight_files(Path(config.model.path))
+    except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
 
 

@@ -35,7 +35,7 @@ AddressOption = Annotated[
 def up(
     config: ConfigOption = _DEFAULT_CONFIG,
     set_: SetOption = None,
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory, instead of model.path.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Checkpoint directory, instead of model.path.")] = None,
 ) -> None:
     """Start a deployment in the foreground; SIGTERM or Ctrl-C ends it."""
     from deploy.launcher import up as launch
@@ -66,7 +66,7 @@ def status(
 def plan(
     context: Annotated[str, typer.Option("--context", help="Tokens of each request, prompt and output: 128K, 1M.")],
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests served at a time.")] = 1,
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory; config.json is enough.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Checkpoint directory; config.json is enough.")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="sluice.yaml; the defaults if absent.")] = None,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
@@ -75,13 +75,13 @@ def plan(
     from deploy.checkpoint import checkpoint_of, default_config
     from deploy.plan import Load, parse_tokens, plan_deployment
     from deploy.plan_fit import other_problems, shortfalls
-    from deploy.plan_view import plan_as_json, plan_view
+    from deploy.plan_view import plan_as_json, plan_view, settings_line
 
     load = Load(parse_tokens(context), concurrency)
     if config is not None:
         chosen = _load(config, set_, model)
     elif model is not None:
-        chosen = default_config(model, set_ or [])
+        chosen = default_config(Path(model), set_ or [])
     else:
         raise ConfigError("give --model DIR, or --config FILE with a model.path")
     shape = checkpoint_of(chosen)
@@ -90,7 +90,9 @@ def plan(
     if as_json:
         print(json.dumps(plan_as_json(planned, short, problems), indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 140).print(plan_view(shape, planned, short, problems))
+        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(plan_view(shape, planned, short, problems))
+        if not problems:
+            print(f"  {settings_line(planned)}")  # one line, however long: it is there to be copied
     if short or problems:
         raise typer.Exit(1)
 
@@ -147,8 +149,8 @@ def _token_ids(text: str) -> list[int]:
     return ids
 
 
-def _load(config: Path, overrides: list[str] | None, model: Path | None = None) -> SluiceConfig:
-    chosen = [*(overrides or []), *([f"model.path={json.dumps(str(model))}"] if model else [])]
+def _load(config: Path, overrides: list[str] | None, model: str | None = None) -> SluiceConfig:
+    chosen = [*(overrides or []), *([f"model.path={json.dumps(model)}"] if model is not None else [])]
     return load_config(config, chosen)
 
 

@@ -45,9 +45,7 @@ def up(config: SluiceConfig, console: Console) -> None:
     """
     signals = Signals()
     with suppress(Stopped), started(config, console, signals) as (run, supervisor):
-        console.print(
-            f"sluice ready {run.http_url} grpc://{run.grpc_address}", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(f"sluice ready {run.http_url} {run.grpc_url}", markup=False, highlight=False, soft_wrap=True)
         watch = Watch(
             run,
             processes.everything(run),

@@ -17,12 +17,12 @@ from engine.model.config import ModelConfig
 
 
 def plan_as_json(plan: Plan, short: Sequence[Shortfall], problems: str) -> dict[str, Any]:
-    """Numbers in bytes, tokens and blocks; `settings` has exactly room for the load."""
+    """Numbers in bytes, tokens and blocks; `settings` has exactly room for the load; null if no settings can help."""
     return {
         "load": dataclasses.asdict(plan.load),
         "prefill": dataclasses.asdict(plan.prefill),
         "decode": dataclasses.asdict(plan.decode),
-        "settings": plan.settings(),
+        "settings": None if problems else plan.settings(),
         "fits": not short and not problems,
         "shortfalls": [dataclasses.asdict(each) for each in short],
         "problems": problems.splitlines(),
@@ -30,7 +30,7 @@ def plan_as_json(plan: Plan, short: Sequence[Shortfall], problems: str) -> dict[
 
 
 def plan_view(model: ModelConfig, plan: Plan, short: Sequence[Shortfall], problems: str) -> RenderableType:
-    """Both sides' needs, what does not fit, and the settings that have exactly room."""
+    """Both sides' needs, and what does not fit."""
     config, load = plan.config, plan.load
     head = Text(
         f"{model.model_type}, {plan.prefill.layers} layers, {len(model.indexer_layers)} of them with an indexer, "
@@ -47,9 +47,14 @@ def plan_view(model: ModelConfig, plan: Plan, short: Sequence[Shortfall], proble
     for each in short:
         parts.append(Text(_shortfall_text(each), "bold red"))
     verdict = "fits the configuration" if not short and not problems else "does not fit the configuration"
-    parts.append(Text(f"the load {verdict}; exactly enough would be:", "bold"))
-    parts.append(Text("  " + " ".join(f"--set {path}={value}" for path, value in plan.settings().items())))
+    hint = "" if problems else "; exactly enough would be:"
+    parts.append(Text(f"the load {verdict}{hint}", "bold"))
     return Group(*parts)
+
+
+def settings_line(plan: Plan) -> str:
+    """The options that have exactly room, for the command line."""
+    return " ".join(f"--set {path}={value}" for path, value in plan.settings().items())
 
 
 def _table(title: str, rows: Iterator[tuple[str, str, str]]) -> Table:

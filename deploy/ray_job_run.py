@@ -93,7 +93,7 @@ class RayJob:
                 next_status = time.monotonic() + _STATUS_PERIOD_S
                 if self._ready(client, progress) == expected and not told:
                     told = True
-                    self._say(f"sluice ready {self._plan.http_url} grpc://{self._plan.grpc_address}")
+                    self._say(f"sluice ready {self._plan.http_url} {self._plan.grpc_url}")
 
     def _refuse(self, trouble: list[str], progress: Progress) -> None:
         """Before it was ready once, a deployment that loses a process is not set up as it should be."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from deploy.checkpoint import checkpoint_of
+from deploy.checkpoint import check_weights, checkpoint_of
 from deploy.device_root import DeviceRoot, default_parent, sweep_dead
 from deploy.ports import LocalHost, PortChooser
 from deploy.signals import Stopped
@@ -61,6 +61,11 @@ class Run:
         return f"{self.config.security.http_scheme}://{reachable(self.config.http.host)}:{self.config.http.port}"
 
     @property
+    def grpc_url(self) -> str:
+        """For people: `grpcs` means TLS."""
+        return f"{self.config.security.grpc_scheme}://{self.grpc_address}"
+
+    @property
     def grpc_host(self) -> str:
         return reachable(self.config.grpc.host)
 
@@ -92,6 +97,7 @@ def resolved(config: SluiceConfig, pause: Callable[[float], None] = time.sleep) 
     what `pause` raises.
     """
     check(config)
+    check_weights(config)
     called = {"grpc.host": reachable(config.grpc.host), "runtime.host": config.runtime.host}
     check_called(config.security, called)
     parent = default_parent()

@@ -61,6 +61,11 @@ class ClusterPlan:
         return f"{self._reached(self.config.grpc.host)}:{self.config.grpc.port}"
 
     @property
+    def grpc_url(self) -> str:
+        """For people: `grpcs` means TLS."""
+        return f"{self.config.security.grpc_scheme}://{self.grpc_address}"
+
+    @property
     def http_url(self) -> str:
         return f"{self.config.security.http_scheme}://{self._reached(self.config.http.host)}:{self.config.http.port}"
 

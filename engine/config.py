@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 
 from engine.config_fields import Bytes, Port, Positive, Probability, Seconds, Section, lower, switch
 from engine.security_section import VARIABLE, SecuritySection
+from engine.yaml_text import parse_yaml
 
 
 class ConfigError(ValueError):
@@ -23,7 +24,9 @@ class ConfigError(ValueError):
 
 
 class ModelSection(Section):
-    path: str = Field(description="Hugging Face checkpoint directory (config.json, safetensors, optionally tokenizer)")
+    path: Annotated[str, Field(min_length=1)] = Field(
+        description="Hugging Face checkpoint directory (config.json, safetensors, optionally tokenizer)"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights, activations and KV")
     name: str | None = Field(None, description="name in the OpenAI API; the directory's name if absent")
     max_model_len: Positive | None = Field(None, description="tokens; the checkpoint's own limit if absent")
@@ -309,18 +312,26 @@ def _set_path(tree: dict[str, Any], dotted: str, value: object) -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = []
+    """One line per field, in terms of the file: not how pydantic names types and the members of a union."""
+    lines: dict[str, str] = {}
     for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"]) or "config"
+        path = ".".join(str(part) for part in item["loc"] if "[" not in str(part)) or "config"
+        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
         if item["type"] == "extra_forbidden":
-            lines.append(f"{path}: unknown key; legal keys: {', '.join(_legal_keys(item['loc'][:-1]))}")
+            lines[path] = f"{path}: unknown key; legal keys: {', '.join(_legal_keys(item['loc'][:-1]))}"
         elif item["type"] == "missing":
-            lines.append(f"{path}: required, but not given")
+            lines[path] = f"{path}: required, but not given"
+        elif item["type"] == "model_type":
+            lines[path] = (
+                f"{path} = {item['input']!r}: must be a section; its keys: {', '.join(_legal_keys(item['loc']))}"
+            )
         elif path == "config":
-            lines.append(item["msg"].removeprefix("Value error, "))
+            lines[path] = message
+        elif path in lines:
+            lines[path] += f", or {message}"
         else:
-            lines.append(f"{path} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
-    return "\n".join(lines)
+            lines[path] = f"{path} = {item['input']!r}: {message}"
+    return "\n".join(lines.values())
 
 
 def _legal_keys(path: Sequence[object]) -> list[str]:
@@ -341,8 +352,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig
     """
     file = Path(path)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as YAML: {error}") from None
     if tree is None:
         tree = {}
@@ -351,7 +364,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> SluiceConfig
     for section, fields in {"model": ["path"], "security": SecuritySection.FILES}.items():
         if isinstance(values := tree.get(section), dict):
             for field in fields:
-                if isinstance(name := values.get(field), str) and not name.startswith(VARIABLE):
+                if isinstance(name := values.get(field), str) and name and not name.startswith(VARIABLE):
                     values[field] = str((file.parent / name).resolve())
     return build_config(tree, overrides)
 
@@ -364,7 +377,7 @@ def build_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Slui
         if not sign or not key.strip():
             raise ConfigError(f"--set {override!r}: write it as key.path=value")
         try:
-            _set_path(fields, key.strip(), yaml.safe_load(text))
+            _set_path(fields, key.strip(), parse_yaml(text))
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from engine.config_fields import Section
 
@@ -16,7 +16,14 @@ def _absolute(name: str) -> str:
     return name if name.startswith(VARIABLE) else str(Path(name).absolute())
 
 
-File = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
+def _file_or_variable(value: object) -> object:
+    """YAML reads `env:` and `env: NAME` as mappings."""
+    if value == VARIABLE or (isinstance(value, dict) and list(value) == [VARIABLE.removesuffix(":")]):
+        raise ValueError("write a file's name, or env:NAME with the name of a variable and no space before it")
+    return value
+
+
+File = Annotated[str, Field(min_length=1), BeforeValidator(_file_or_variable), AfterValidator(_absolute)]
 
 
 class SecuritySection(Section):
@@ -47,6 +54,10 @@ class SecuritySection(Section):
     @property
     def http_scheme(self) -> str:
         return "http" if self.certificate is None else "https"
+
+    @property
+    def grpc_scheme(self) -> str:
+        return "grpc" if self.certificate is None else "grpcs"
 
     def missing(self) -> str | None:
         """What has to be given too; None if nothing."""

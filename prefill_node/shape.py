@@ -94,7 +94,7 @@ def prefill_shape(config: SluiceConfig, model: ModelConfig) -> PrefillShape:
     kv_blocks = choose_kv_blocks(
         plan,
         geometry,
-        free_bytes=config.hostcann.hbm_bytes - _words_bytes(plan, most_blocks, checksums=checksums),
+        free_bytes=max(0, config.hostcann.hbm_bytes - _words_bytes(plan, most_blocks, checksums=checksums)),
         max_model_len=tokens,
         max_requests=section.max_requests,
         configured=section.kv_blocks,

@@ -304,7 +304,7 @@ class Cluster:
             self._output.append(line.rstrip("\n"))
             if line.startswith("sluice ready "):
                 _, _, self.http_url, grpc_url = line.split()
-                self.grpc_address = grpc_url.removeprefix("grpc://")
+                self.grpc_address = grpc_url.rpartition("//")[2]
                 self._ready.set()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-_INDEX = "model.safetensors.index.json"
+from engine.model.weight_files import CheckpointError, indexed_tensors, weight_files
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_SUFFIX = "_scale_inv"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint lacks a tensor or holds one we cannot use: names the directory, the tensor and what is needed."""
 
 
 class Checkpoint:
@@ -114,25 +110,8 @@ class Checkpoint:
 
     def _locate(self) -> dict[str, Path]:
         """Which file holds each tensor: by the index of a sharded checkpoint, else by the files' own headers."""
-        index = self._dir / _INDEX
-        if index.is_file():
-            weight_map = _weight_map(index)
-            missing = sorted({file for file in weight_map.values() if not (self._dir / file).is_file()})
-            if missing:
-                raise CheckpointError(f"{index}: names files that do not exist: {', '.join(missing)}")
-            return {name: self._dir / file for name, file in weight_map.items()}
-        files = sorted(self._dir.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{self._dir}: no *.safetensors files; needed: model.safetensors or {_INDEX}")
+        indexed = indexed_tensors(self._dir)
+        if indexed is not None:
+            return indexed
+        files = weight_files(self._dir)
         return {name: path for path in files for name in self._open(path).keys()}  # noqa: SIM118 (not a mapping)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name to file name. Raises CheckpointError for a file that is no index."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: is no index of a sharded checkpoint: {error!r}") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map must map each tensor's name to a file's name")
-    return weight_map

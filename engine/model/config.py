@@ -167,7 +167,7 @@ class ModelConfig:
         directory = Path(model_dir)
         values = _read_json(directory / "config.json")
         if values is None:
-            raise ModelConfigError(str(directory), "config.json", "missing", "a Hugging Face model directory")
+            raise ModelConfigError(str(directory), "config.json", None, "a Hugging Face model directory")
         generation = _read_json(directory / "generation_config.json") or {}
         return cls.from_dict(values, generation, source=str(directory / "config.json"))
 

@@ -9,14 +9,15 @@ T = TypeVar("T")
 
 
 class ModelConfigError(ValueError):
-    """A model directory cannot be served: names the field, the value found and what is legal."""
+    """A model directory cannot be served: names the field, the value found (None: it is missing) and what is legal."""
 
     def __init__(self, source: str, field: str, value: object, legal: str) -> None:
         self.source = source
         self.field = field
         self.value = value
         self.legal = legal
-        super().__init__(f"{source}: {field} is {value!r}; legal: {legal}")
+        found = "missing" if value is None else repr(value)
+        super().__init__(f"{source}: {field} is {found}; legal: {legal}")
 
 
 class FieldReader:

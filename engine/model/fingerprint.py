@@ -24,7 +24,7 @@ def fingerprint(model_dir: str | Path) -> str:
     directory = Path(model_dir)
     weights = sorted(directory.glob("*.safetensors"))
     if not (directory / "config.json").is_file() or not weights:
-        raise ModelConfigError(str(directory), "(files)", "missing", "config.json and *.safetensors")
+        raise ModelConfigError(str(directory), "(files)", None, "config.json and *.safetensors")
     digest = hashlib.blake2b(digest_size=16)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint, CheckpointError
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.shard import Shard, check_divisible
+from engine.model.weight_files import CheckpointError
 from engine.model.weights import (
     AttentionWeights,
     DraftWeights,

@@ -16,11 +16,11 @@ from decode_node.finish import FinishReason
 from decode_node.verify import verify
 from engine.config import ConfigError, SluiceConfig
 from engine.config_check import check_against_model, served_model
-from engine.model.checkpoint import CheckpointError
 from engine.model.config import ModelConfig
 from engine.model.decoder import DsaDecoder
 from engine.model.draft import DraftLayer
 from engine.model.loader import load_weights
+from engine.model.weight_files import CheckpointError
 from engine.sampling_params import SamplingParams
 from tests.checkpoints import drafting_checkpoint, random_checkpoint, tiny_config
 from tests.decode_node.local_node import GREEDY, LocalNode

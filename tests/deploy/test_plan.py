@@ -186,6 +186,10 @@ def sluice_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
 
 
+def settings_line_of(answer: dict[str, Any]) -> str:
+    return " ".join(f"--set {path}={value}" for path, value in answer["settings"].items())
+
+
 def test_the_command_says_what_to_change_and_ends_with_1() -> None:
     arguments = ("--model", str(FULL_SIZE / "glm-5.2"), "--context", "1M", "--concurrency", "9")
     sizes = ("--set", "hostcann.hbm_bytes=64GiB", "--set", "kv.block_size=128", "--set", "kv.indexer_dtype=int8")
@@ -202,9 +206,18 @@ def test_the_command_says_what_to_change_and_ends_with_1() -> None:
         assert text in result.stdout
     answer: dict[str, Any] = json.loads(sluice_plan(*arguments, *sizes, "--json").stdout)
     assert not answer["fits"]
+    assert "  " + settings_line_of(answer) in result.stdout.splitlines(), "one line, to be copied"
     settings = [part for path, value in answer["settings"].items() for part in ("--set", f"{path}={value}")]
     fitting = sluice_plan(*arguments, *sizes, *settings, "--json")
     assert fitting.returncode == 0 and json.loads(fitting.stdout)["fits"]
+
+
+def test_no_settings_are_proposed_that_the_start_would_refuse() -> None:
+    arguments = ("--model", str(FULL_SIZE / "glm-5.2"), "--context", "2M")
+    result = sluice_plan(*arguments)
+    assert result.returncode == 1 and "the checkpoint supports at most" in result.stdout
+    assert "exactly enough" not in result.stdout and "--set" not in result.stdout
+    assert json.loads(sluice_plan(*arguments, "--json").stdout)["settings"] is None
 
 
 def test_planning_needs_no_torch() -> None:

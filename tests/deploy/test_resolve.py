@@ -29,7 +29,14 @@ def model_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config("glm_moe_dsa")))
+    (folder / "model.safetensors").write_bytes(weights(16))
     return folder
+
+
+def weights(held: int) -> bytes:
+    """A file whose header names 16 bytes of tensors, with `held` of them."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(held)
 
 
 def configured(model_dir: Path, **sections: dict[str, object]) -> SluiceConfig:
@@ -148,6 +155,45 @@ def test_a_certificate_without_the_address_that_is_called_ends_the_start(model_d
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path.*config\.json"), resolved(configured(tmp_path / "absent")):
         pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"model\.path: .*/model: no \*\.safetensors files"),
+        (
+            weights(15),
+            r"model\.path: .*/model\.safetensors: is cut short: its tensors need \d+ bytes, the file has",
+        ),
+        (weights(16)[:20], r"is cut short: its header takes"),
+        (b"", "is not a safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"[]", "is not a safetensors file"),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused_before_anything_starts(
+    model_dir: Path, content: bytes | None, message: str
+) -> None:
+    file = model_dir / "model.safetensors"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as refused, resolved(configured(model_dir)):
+        pass
+    assert "\n" not in str(refused.value)
+
+
+def test_an_index_that_names_absent_files_is_refused(model_dir: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"do not exist: model-2\.safetensors"), resolved(configured(model_dir)):
+        pass
+
+
+def test_the_url_says_that_grpc_speaks_tls(model_dir: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with resolved(configured(model_dir)) as run:
+        assert run.grpc_url.startswith("grpc://127.0.0.1:")
+    with resolved(configured(model_dir, security=section(authority, authority.issue("server")))) as run:
+        assert run.grpc_url.startswith("grpcs://127.0.0.1:") and run.http_url.startswith("https://")
 
 
 def test_the_root_of_a_dead_launcher_is_swept_and_a_live_one_is_not(tmp_path: Path) -> None:

@@ -23,6 +23,15 @@ LOCAL = Path(__file__).parents[2] / "deploy/configs/local.yaml"
         ("decode.host_pool_bytes=lots", r"decode\.host_pool_bytes = 'lots': 'lots' is not a size"),
         ("http.port=70000", r"http\.port = 70000: .*65535"),
         ("model.path.deep=1", r"model\.path is a value, not a section"),
+        ("prefill=3", r"^prefill = 3: must be a section; its keys: groups, "),
+        (
+            "prefill.independent_layers=first",
+            r"^prefill\.independent_layers = 'first': must be a valid list, or must be 'all'$",
+        ),
+        ("model.path=''", r"^model\.path = '': "),
+        ("security.api_keys=env:", r"^security\.api_keys = \{'env': None\}: write a file's name, or env:NAME"),
+        ("security.api_keys='env:'", r"^security\.api_keys = 'env:': write a file's name, or env:NAME"),
+        ("kv={block_size: 16, block_size: 32}", r"the key 'block_size' is given twice"),
         ("justtext", r"write it as key\.path=value"),
         ("hostcann.devices=1", r"hostcann\.devices = 1, but the worker processes need 2"),
     ],
@@ -42,7 +51,7 @@ def test_overrides_win_and_are_typed() -> None:
 
 
 def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file or directory$"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="must be a mapping of sections, not a list"):
@@ -50,5 +59,10 @@ def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [1\n")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         load_config(tmp_path / "bad.yaml")
+    (tmp_path / "twice.yaml").write_text("model: {path: a}\nhttp: {port: 1}\nhttp: {host: a}\n")
+    with pytest.raises(ConfigError, match=r"the key 'http' is given twice\n.*line 3"):
+        load_config(tmp_path / "twice.yaml")
+    (tmp_path / "merged.yaml").write_text("model: &m {path: a}\nhttp: {port: 1}\ngrpc: {<<: {port: 2}, host: b}\n")
+    assert load_config(tmp_path / "merged.yaml").grpc.port == 2
     with pytest.raises(ConfigError, match="model: required"):
         build_config({})

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.checkpoint import CheckpointError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
 from engine.model.shard import Shard, TensorParallelError
+from engine.model.weight_files import CheckpointError
 from engine.model.weights import ModelWeights, MoeWeights
 from tests.checkpoints import quantise_fp8, random_checkpoint, random_tensors, tiny_config, write_checkpoint
 from tests.model.runner import Runner

@@ -133,7 +133,7 @@ def test_deepseek_refuses_index_reuse() -> None:
 
 
 def test_unreadable_directories_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelConfigError, match=r"config\.json is 'missing'"):
+    with pytest.raises(ModelConfigError, match=r"config\.json is missing"):
         ModelConfig.from_dir(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelConfigError, match="a readable JSON object"):

@@ -52,3 +52,8 @@ def test_a_pool_that_holds_nothing_is_refused():
 def test_a_device_that_holds_nothing_is_refused():
     with pytest.raises(CapacityError, match=r"model\.max_model_len = 5120 .* hostcann\.hbm_bytes"):
         shape(hostcann={"hbm_bytes": "6MiB"})
+
+
+def test_a_device_too_small_for_anything_has_nothing_free() -> None:
+    with pytest.raises(CapacityError, match="but 0 are free"):
+        shape(hostcann={"hbm_bytes": "1MiB"})

@@ -34,7 +34,7 @@ SMALL = {
 
 OBJECT_STORE_BYTES = 100_000_000
 _MODULES = ("prefill_node.main", "decode_node.main", "meta_server.main", "transfer.mem_pool_service", "deploy.")
-_READY = re.compile(r"^sluice ready (\S+) grpc://(\S+)$", re.MULTILINE)
+_READY = re.compile(r"^sluice ready (\S+) grpcs?://(\S+)$", re.MULTILINE)
 
 
 class RayTestError(AssertionError):
