@@ -162,6 +162,8 @@ def _client(config: Path, overrides: list[str] | None, address: str | None) -> C
     from deploy.client import Client
     from deploy.resolve import reachable
 
+    if address is not None:
+        _check_address(address)
     if address is not None and config == _DEFAULT_CONFIG and not config.exists():
         return Client.of(build_config({"model": {"path": "."}}, overrides or []), address)
     chosen = _load(config, overrides)
@@ -170,11 +172,19 @@ def _client(config: Path, overrides: list[str] | None, address: str | None) -> C
     return Client.of(chosen, address or f"{reachable(chosen.grpc.host)}:{chosen.grpc.port}")
 
 
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or "/" in address or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"--address {address!r}: write HOST:PORT, as 127.0.0.1:50051")
+
+
 def main() -> None:
     """Entry point: every expected failure is one message on standard error and exit status 1 (2 for a bad config)."""
-    from deploy.client import ClientError
-    from deploy.launcher import DeploymentFailed
-
+    try:
+        from deploy.client import ClientError
+        from deploy.launcher import DeploymentFailed
+    except KeyboardInterrupt:
+        sys.exit(130)
     try:
         app()
     except ConfigError as error:

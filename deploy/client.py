@@ -12,6 +12,8 @@ from engine.credentials import client_trust
 from engine.trust import PLAIN, Trust
 
 _MAX_MESSAGE = 64 << 20
+_NOT_GRPC = ("Failed parsing HTTP/2", "missing selected ALPN")
+"""In the details of a call to a server that answers, but in HTTP/1."""
 
 
 class ClientError(Exception):
@@ -63,6 +65,8 @@ class Client:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNAVAILABLE and (failure := self._trust.failure(details)):
             return ClientError(f"no connection to {self.address}: {failure}")
+        if code is grpc.StatusCode.UNAVAILABLE and any(mark in details for mark in _NOT_GRPC):
+            return ClientError(f"what listens at {self.address} does not speak gRPC; is that the HTTP port?")
         if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
             return ClientError(f"no deployment answers at {self.address}; start one with: sluice up --config FILE")
         return ClientError(f"{code.name}: {details}")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from sluice.v1 import client_pb2, common_pb2
 
+from deploy.client import Client, ClientError
 from deploy.status_view import format_bytes, status_as_json, status_view
 from tests.cluster import CONFIG, REPOSITORY
 
@@ -32,6 +38,9 @@ def sluice(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["up", "--config", str(CONFIG), "--set", "decode.hot_tokens=32"], "decode.hot_tokens = 32"),
         (["up", "--config", str(CONFIG), "--model", "/absent"], "model.path: /absent"),
         (["status", "--address", "127.0.0.1:1"], "no deployment answers at 127.0.0.1:1"),
+        (["status", "--address", ""], "--address '': write HOST:PORT"),
+        (["status", "--address", "localhost:notaport"], "--address 'localhost:notaport': write HOST:PORT"),
+        (["up", "--model", ""], "model.path = ''"),
         (["generate", "--address", "127.0.0.1:1"], "give either --prompt TEXT or --tokens"),
         (["generate", "--address", "127.0.0.1:1", "--prompt", "ab\udcff"], "--prompt: is not UTF-8 at character 2"),
         (["generate", "--address", "127.0.0.1:1", "--tokens", "1,x"], "write token ids as 1,2,3"),
@@ -42,6 +51,36 @@ def test_mistakes_get_one_clear_message(arguments: list[str], message: str) -> N
     assert result.returncode in (1, 2)
     assert message in result.stderr
     assert "Traceback" not in result.stderr + result.stdout
+
+
+def test_an_http_port_is_told_from_one_of_grpc() -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Into no test's output."""
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        address = f"127.0.0.1:{server.server_port}"
+        with Client(address) as client, pytest.raises(ClientError, match=f"{address} does not speak gRPC"):
+            client.status()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(tmp_path: Path) -> None:
+    package = tmp_path / "typer"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    command = [sys.executable, "-c", "from deploy.entry import main; main()"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, env=environment)
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
 
 
 def test_the_command_line_needs_no_torch() -> None:
