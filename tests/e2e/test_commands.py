@@ -109,13 +109,14 @@ def test_worker_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> No
     shutil.copytree(PASSKEY_GLM, model)
     weights = model / "model.safetensors"
     weights.chmod(0o644)
-    weights.write_bytes(weights.read_bytes()[:5000])
+    weights.write_bytes(weights.read_bytes().replace(b'"model.norm.weight"', b'"model.nose.weight"', 1))
     with tempfile.TemporaryDirectory(prefix="sluice-t-", dir="/tmp") as run_dir:
         fields = ["--set", "http.port=0", "--set", "grpc.port=0", "--set", f"runtime.run_dir={run_dir}"]
         result = sluice("up", "--config", str(CONFIG), "--model", str(model), *fields)
     assert result.returncode == 1
     assert "/tp0 (pid " in result.stderr and "exit status 1" in result.stderr
-    assert "model.safetensors" in result.stderr
+    assert "model.norm.weight" in result.stderr
+    assert f"a process had died; the logs stay in {run_dir}" in result.stdout
     assert "sluice ready" not in result.stdout
 
 
