@@ -126,7 +126,7 @@ def test_killed_launcher_leaves_no_process_and_the_next_start_sweeps_memory() ->
         with Cluster(PASSKEY_GLM, BASE) as victim:
             victim.kill_launcher()
             gone, alive = psutil.wait_procs(victim.processes, timeout=10)
-            assert not alive and len(gone) == 4
+            assert not alive and len(gone) >= 4, "the servers, the workers and what they started"
         assert victim.root.is_dir(), "there would be nothing to sweep"
         with Cluster(PASSKEY_GLM, BASE):
             assert not victim.root.exists()
