@@ -48,7 +48,7 @@ def test_int8_index_keys_need_a_power_of_two_of_dims() -> None:
 
 @pytest.mark.parametrize("packed", ["int8", "fp8", "packed"])
 def test_a_packed_main_cache_is_refused(packed: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv.main_dtype = '{packed}': Input should be 'model'"):
+    with pytest.raises(ConfigError, match=f"kv.main_dtype = '{packed}': must be 'model'"):
         build_config({"model": {"path": "m"}, "kv": {"main_dtype": packed}})
 
 
