@@ -20,6 +20,9 @@ _LONGEST_RETRY_S = 10.0
 class OpenPool(PoolClient, Protocol):
     """A pool that has been joined: `transfer.mem_pool_process.PoolProcess`. It may raise PoolLost."""
 
+    def ended(self) -> str:
+        """Why it cannot be used any more; empty while it can."""
+
     def close(self) -> None:
         """Leaves it."""
 
@@ -27,16 +30,17 @@ class OpenPool(PoolClient, Protocol):
 class JoiningPool(WrappedPool):
     """Until it has been joined, every operation raises PoolError with the reason.
 
-    `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded; tries that fail
-    become rarer, up to one in ten seconds. Nobody waits long for it: the meta service lets nobody in for up to a minute
-    after a member was killed (test_a_pool_that_lets_nobody_in_holds_nobody_up). A pool that is lost later is joined
-    again in the same way (test_a_lost_pool_is_joined_again).
+    `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded. Tries that fail,
+    or whose pool is lost again within ten seconds, become rarer, up to one in ten seconds. Nobody waits long for it:
+    the meta service lets nobody in for up to a minute after a member was killed
+    (test_a_pool_that_lets_nobody_in_holds_nobody_up). A pool that is lost later is joined again in the same way
+    (test_a_lost_pool_is_joined_again), also while nobody calls it (test_a_client_that_died_idle_is_noticed).
     """
 
     def __init__(self, open_pool: Callable[[], OpenPool], *, retry_s: float = 1.0) -> None:
         """`open_pool` raises PoolError when the pool cannot be joined."""
         self._open, self._shortest_retry_s = open_pool, retry_s
-        self._retry_s, self._retry_at = retry_s, 0.0
+        self._retry_s, self._retry_at, self._joined_at = retry_s, 0.0, 0.0
         self._pool: OpenPool | None = None
         self._lost: list[OpenPool] = []  # still to be left
         self._cause = "it has not been joined yet"
@@ -84,6 +88,8 @@ class JoiningPool(WrappedPool):
             pool.close()
 
     def _try(self) -> None:
+        if (pool := self._pool) is not None and (cause := pool.ended()):
+            self._lose(pool, cause)
         if self._pool is not None or time.monotonic() < self._retry_at:
             return
         self._leave_lost()
@@ -92,11 +98,11 @@ class JoiningPool(WrappedPool):
         except PoolError as error:
             if str(error) != self._cause:
                 log.warning("prefill goes on without its pool and tries again to join it: %s", error)
-            self._cause, self._retry_at = str(error), time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            self._cause = str(error)
+            self._wait_longer()
             return
         with self._lock:
-            self._pool, closed = pool, self._closed
+            self._pool, self._joined_at, closed = pool, time.monotonic(), self._closed
         if closed:
             pool.close()
         else:
@@ -122,8 +128,15 @@ class JoiningPool(WrappedPool):
                 return
             self._cause, self._pool = cause, None
             self._lost.append(pool)
-            self._retry_s, self._retry_at = self._shortest_retry_s, 0.0
+            if time.monotonic() - self._joined_at > _LONGEST_RETRY_S:
+                self._retry_s, self._retry_at = self._shortest_retry_s, 0.0
+            else:
+                self._wait_longer()
         log.warning("the pool is to be joined anew: %s", cause)
+
+    def _wait_longer(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
 
     def _leave_lost(self) -> None:
         """Before another one is joined: there is room for the memory of one."""

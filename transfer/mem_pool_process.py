@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 import os
 import queue
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -36,8 +38,9 @@ class PoolProcess:
     A call of MemCache's client that meets a restart of the service may never return, and may go on copying from or to
     device memory at any time. So it is made in a process that maps the same device memory.
 
-    Invariant: a call returns or raises within its deadline, and after a PoolLost no copy can be under way, as the
-    process has ended (test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later).
+    Invariant: a call returns or raises within its deadline, however long it is
+    (test_a_long_call_to_a_client_that_hangs_ends_too), and after a PoolLost no copy can be under way, as the process
+    has ended (test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later).
     """
 
     def __init__(self, options: PoolOptions, regions: Sequence[tuple[int, int]], *, call_s: float) -> None:
@@ -48,20 +51,13 @@ class PoolProcess:
         """
         self._call_s = call_s
         described = tuple(SharedRegion(address, nbytes, shared.share(address)) for address, nbytes in regions)
-        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(1 + _LINES)), strict=True)
-        life, self._life = os.pipe()
-        descriptors = [theirs[0].fileno(), life, *(line.fileno() for line in theirs[1:])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "transfer.mem_pool_child", *map(str, descriptors)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-        )
-        for end in theirs:
-            end.close()
-        os.close(life)
-        self._control: Connection = ours[0]
+        try:
+            self._process, self._life, self._control, lines = _start()
+        except OSError as error:
+            raise PoolError(f"the pool's client cannot be started: {error}") from error
         self._lines: queue.SimpleQueue[Connection] = queue.SimpleQueue()  # those not in use
-        for line in ours[1:]:
+        for line in lines:
+            _bound(line, call_s)
             self._lines.put(line)
         try:
             self._ask(self._control, Join(options, described), "join the pool", time.monotonic() + _JOIN_S)
@@ -73,6 +69,11 @@ class PoolProcess:
     def pid(self) -> int:
         """Of the process with the client."""
         return self._process.pid
+
+    def ended(self) -> str:
+        """Why the client cannot be asked any more; empty while it runs."""
+        code = self._process.poll()
+        return "" if code is None else f"the pool's client has ended with status {code}"
 
     def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
         return cast("list[int]", self._call("alloc", keys, sizes, wait_s=wait_s))
@@ -135,14 +136,14 @@ class PoolProcess:
         try:
             line.send(message)
             if not line.poll(deadline - time.monotonic()):
-                self._end()
-                raise PoolLost(f"the pool did not {what} in time; its client was ended")
+                raise BlockingIOError
             answer: Answer = line.recv()
+        except BlockingIOError:
+            self._end()
+            raise PoolLost(f"{what}: the pool did not answer in time; its client was ended") from None
         except (OSError, EOFError) as error:
             self._end()
-            raise PoolLost(
-                f"the pool did not {what}: its client has ended with status {self._process.returncode}"
-            ) from error
+            raise PoolLost(f"{what}: {self.ended()}") from error
         if answer.error is not None:
             raise answer.error
         return answer.value
@@ -154,6 +155,35 @@ class PoolProcess:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"process {self._process.pid} with the pool's client does not die") from None
+
+
+def _start() -> tuple[subprocess.Popen[bytes], int, Connection, list[Connection]]:
+    """The client's process, our end of LIFE, the control pipe and the lines. Raises OSError, with nothing left open."""
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        pipes = []
+        for _ in range(1 + _LINES):
+            mine, other = multiprocessing.Pipe()
+            pipes.append((ours.enter_context(mine), theirs.enter_context(other)))
+        life, held = os.pipe()
+        theirs.callback(os.close, life)
+        ours.callback(os.close, held)
+        (control, other_control), *lines = pipes
+        descriptors = [other_control.fileno(), life, *(other.fileno() for _, other in lines)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transfer.mem_pool_child", *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+        )
+        ours.pop_all()
+    return process, held, control, [mine for mine, _ in lines]
+
+
+def _bound(line: Connection, seconds: float) -> None:
+    """A send that does not get on for so long, or half an answer whose rest does not come, raises BlockingIOError."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(line.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _packed(*lists: Sequence[int]) -> tuple[array[int], ...]:

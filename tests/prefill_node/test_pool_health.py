@@ -107,8 +107,9 @@ class Door:
     """Opens a pool as soon as it may."""
 
     def __init__(self):
-        self.open, self.pool, self.knocks, self.closed = False, MemoryPool(), 0, 0
+        self.open, self.pool, self.knocks, self.closed, self.end = False, MemoryPool(), 0, 0, ""
         self.pool.close = self.close
+        self.pool.ended = lambda: self.end
 
     def __call__(self):
         self.knocks += 1
@@ -225,7 +226,7 @@ def test_a_pool_that_is_back_is_noticed_without_a_request():
 def test_a_client_is_replaced_with_its_service():
     door = Door()
     door.open = True
-    joining, service = JoiningPool(door), Service(door)
+    joining, service = JoiningPool(door, retry_s=0.01), Service(door)
     joining.join()
     watch = PoolWatch(joining, GuardedPool(joining), service, period_s=0.01)
     eventually(lambda: watch.usage is not None)
@@ -243,7 +244,7 @@ def test_a_lost_pool_is_joined_again():
     first, second = Door(), Door()
     first.open = second.open = True
     doors = iter([first, second])
-    joining = JoiningPool(lambda: next(doors)())
+    joining = JoiningPool(lambda: next(doors)(), retry_s=0.0)
 
     def lost(keys):
         raise PoolLost("its client was ended")
@@ -259,6 +260,30 @@ def test_a_lost_pool_is_joined_again():
     assert joining.missing == "" and joining.exists(["a"]) == [False]
     joining.close()
     assert (first.closed, second.closed) == (1, 1)
+
+
+def test_a_client_that_died_idle_is_noticed():
+    door = Door()
+    door.open = True
+    joining = JoiningPool(door, retry_s=0.0)
+    joining.join()
+    door.end = "the pool's client has ended with status -9"
+    door.open = False
+    joining.join()
+    assert "nobody listens" in joining.missing and door.closed == 1
+    door.open, door.end = True, ""
+    joining.join()
+    assert joining.missing == ""
+
+
+def test_a_pool_that_is_lost_again_and_again_is_joined_more_and_more_seldom():
+    door = Door()
+    door.open = True
+    joining = JoiningPool(door, retry_s=60.0)
+    joining.join()
+    joining.renew("it was lost at once")
+    joining.join()
+    assert (door.knocks, joining.missing) == (1, "it was lost at once")
 
 
 def test_signal_handlers_survive_a_library_that_sets_its_own():

@@ -50,15 +50,25 @@ def test_a_call_that_hangs_ends_its_process_and_nothing_is_copied_later(service:
     with worker_of(service, call_s=5) as worker:
         worker.run("a, = pool.alloc(['a'], [SIZE]); pool.finish(['a'])")
         worker.run("client = pool.pid; os.kill(client, signal.SIGSTOP)")  # as if it hung
-        with pytest.raises(WorkerError, match="the pool did not load in time; its client was ended") as lost:
+        with pytest.raises(WorkerError, match="load: the pool did not answer in time; its client was ended") as lost:
             worker.run("pool.load([a], [memory], [SIZE])")
         assert lost.value.kind == "PoolLost"
         assert not psutil.pid_exists(worker.value("client")), "it might copy at any time"
-        with pytest.raises(WorkerError, match="its client has ended with status -9"):
+        with pytest.raises(WorkerError, match="exists: the pool's client has ended with status -9"):
             worker.run("pool.exists(['a'])")
         worker.run("pool.close()")
-        with pytest.raises(WorkerError, match="its client has ended"):
+        with pytest.raises(WorkerError, match="the pool's client has ended"):
             worker.run("pool.exists(['a'])")
+
+
+def test_a_long_call_to_a_client_that_hangs_ends_too(service: Service) -> None:
+    """It has more to say than the pipe can hold."""
+    with worker_of(service, call_s=2) as worker:
+        worker.run("os.kill(pool.pid, signal.SIGSTOP)")
+        with pytest.raises(WorkerError, match="load: the pool did not answer in time; its client was ended"):
+            worker.run("pool.load([1] * 100_000, [memory] * 100_000, [16] * 100_000)")
+        assert "ended with status -9" in worker.value("pool.ended()")
+        worker.run("pool.close()")
 
 
 def test_a_client_does_not_outlive_its_worker(service: Service) -> None:
