@@ -116,6 +116,7 @@ class _Work:
     claims: list[tuple[wire_pb2.ReadEntry, PullRequest]] = field(default_factory=list)
     copies: Descriptors = field(default_factory=Descriptors)  # of all claims
     refusal: str | None = None  # of the batch as a whole
+    tried: bool = False  # whether any read of it has begun
     problem: str | None = None  # of all claims
     errors: dict[str, str] = field(default_factory=dict)  # by request
 
@@ -162,16 +163,18 @@ class BatchReader:
         return None
 
     def read(self, source: Source, announced: Sequence[Announced], answer: Callable[[Reply], None]) -> None:
-        """Reads batches, in order; ``answer`` is called once for each of them, also in order, when it is over.
+        """Reads batches, in order; ``answer`` is called once for each of them, when it is over.
 
-        Those that can be read in one go are. Never raises for what the peer sent or the engine did.
+        Those that can be read in one go are; of these, the ones to be read again are answered after the others. Never
+        raises for what the peer sent or the engine did.
         """
         together: list[_Work] = []
         for batch, received_at in announced:
-            if together and not self._may_join(together, batch):
+            lease_end = received_at + batch.lease_ms / 1000
+            if together and not self._may_join(together, batch, lease_end):
                 self._carry_out(source, together, answer)
                 together = []
-            together.append(self._begin(source, batch, received_at + batch.lease_ms / 1000))
+            together.append(self._begin(source, batch, lease_end))
         self._carry_out(source, together, answer)
 
     def settle(self) -> None:
@@ -187,10 +190,12 @@ class BatchReader:
         with self._lock:
             return len(self._abandoned)
 
-    def _may_join(self, together: Sequence[_Work], batch: wire_pb2.ReadReady) -> bool:
-        """False when it has to be known how a batch before this one ended before this one can be judged."""
+    def _may_join(self, together: Sequence[_Work], batch: wire_pb2.ReadReady, lease_end: float) -> bool:
+        """False when it has to be known how a batch before this one ended before this one can be judged, and when a
+        lease has less time left than a read may take: it would cut the others' time short."""
         return (
-            not any(work.batch.layer == batch.layer or work.batch.finished for work in together)
+            min(lease_end, *(work.lease_end for work in together)) - time.monotonic() >= self._read_timeout_s
+            and not any(work.batch.layer == batch.layer or work.batch.finished for work in together)
             and sum(work.copies.nbytes() for work in together) < _TOGETHER_BYTES
             and all(self._requests.goes_on(entry, batch.member) for entry in batch.entries)
         )
@@ -227,18 +232,23 @@ class BatchReader:
         return work
 
     def _carry_out(self, source: Source, works: Sequence[_Work], answer: Callable[[Reply], None]) -> None:
+        """Those still to be read alone come last, and with them the batch that ends a request of theirs."""
         try:
-            self._copy_all(source, [work for work in works if work.copies.sizes])
-            for work in works:
+            alone = self._copy_together(source, [work for work in works if work.copies.sizes])
+            unread = {entry.request_id for work in alone for entry, _ in work.claims}
+            for work in sorted(works, key=lambda work: work in alone or not unread.isdisjoint(work.batch.finished)):
+                if work in alone:
+                    self._copy(source, work)
                 for entry, request in work.claims:
                     error = work.problem or self._account(work.batch, entry, request)
                     if error is not None:
                         self._requests.fail(request, error)
                         work.errors[entry.request_id] = error
+                self._release(source, work)
+                answer(self._reply(source, work))
         finally:
-            self._release(source, [request for work in works for _, request in work.claims])
-        for work in works:
-            answer(self._reply(source, work))
+            for work in works:
+                self._release(source, work)
 
     def _reply(self, source: Source, work: _Work) -> Reply:
         batch = work.batch
@@ -259,28 +269,22 @@ class BatchReader:
         self._requests.arrived(request, entry, batch.member, batch.layer)
         return self._requests.finish(request, batch.member) if entry.request_id in batch.finished else None
 
-    def _copy_all(self, source: Source, works: Sequence[_Work]) -> None:
-        """Sets each work's problem: why the batch's requests must not use what was copied, or None.
-
-        All are read in one go; what that does not settle is read one by one, so that each fails for itself only.
-        """
-        for work in works:
-            work.problem = "the lease ended before the read could begin"
+    def _copy_together(self, source: Source, works: Sequence[_Work]) -> list[_Work]:
+        """Reads several in one go. Returns what that does not settle, to be read alone: each fails for itself only."""
         left = min((work.lease_end for work in works), default=0.0) - time.monotonic()
-        together = len(works) > 1 and left > 0 and source.lost is None
-        for work in self._attempt(source, works, left) if together else works:
-            self._copy(source, work, again=together)
+        return self._attempt(source, works, left) if len(works) > 1 and left > 0 and source.lost is None else [*works]
 
-    def _copy(self, source: Source, work: _Work, again: bool) -> None:
-        """Tries until it is settled. ``again``: the first attempt has been made, with others; at least one is alone."""
-        for pause in (self._pauses[1:] or self._pauses) if again else self._pauses:
+    def _copy(self, source: Source, work: _Work) -> None:
+        """Tries until it is settled, at least once; sets the work's problem: why its requests must not use what was
+        copied, or None."""
+        work.problem = work.problem or "the lease ended before the read could begin"
+        for pause in (self._pauses[1:] or self._pauses) if work.tried else self._pauses:
             left = work.lease_end - time.monotonic() - pause
             if source.lost is not None or left <= 0:
                 break
             if pause:  # a sleep of 0 s takes 60 us
                 time.sleep(pause)
-            self._counts.add(read_retries=int(again))
-            again = True
+            self._counts.add(read_retries=int(work.tried))
             if not self._attempt(source, [work], left):
                 break
         if work.problem is not None:
@@ -290,10 +294,11 @@ class BatchReader:
         """Reads all of these, then their generations; sets their problems. Returns those worth another attempt."""
         copies = Descriptors()
         for work in works:
+            work.tried = True
             copies.extend(work.copies)
         try:
             words = self._words(source, [work.batch.slot for work in works])
-            stats = self._read(source, copies.copies(), min(self._read_timeout_s, left_s), words)
+            stats = self._read(source, copies.copies(), min(self._read_timeout_s * len(works), left_s), words)
         except Exception as error:  # whatever the engine raises costs these batches, not the thread
             for work in works:
                 work.problem = f"{_what(source, work)} failed: {error}"
@@ -336,8 +341,10 @@ class BatchReader:
         source.suspect = False
         return stats
 
-    def _release(self, source: Source, requests: Sequence[PullRequest]) -> None:
-        """The batches' reads are over, or wait in quarantine for the engine."""
+    def _release(self, source: Source, work: _Work) -> None:
+        """The batch's reads are over, or wait in quarantine for the engine. Idempotent."""
+        requests = [request for _, request in work.claims]
+        work.claims = []
         if self._engine.idle(source.map.session_id):
             for request in requests:
                 self._requests.ended(request)

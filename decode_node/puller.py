@@ -23,6 +23,7 @@ from decode_node.batch_reader import (
     Counts,
     PullCounters,
     ReadEngine,
+    Reply,
     Source,
 )
 from decode_node.liveness import Liveness
@@ -339,18 +340,18 @@ class Puller:
         error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
         self._post(peer.identity, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
         while announced := peer.waiting():
-            unanswered = deque(announced)
+            unanswered = [batch.sequence for batch, _ in announced]
 
-            def answer(reply: Body, unanswered: deque[Announced] = unanswered) -> None:
-                unanswered.popleft()
+            def answer(reply: Reply, unanswered: list[int] = unanswered) -> None:
+                unanswered.remove(reply.sequence)
                 self._post(peer.identity, reply)
 
             try:
                 self._reader.read(peer.source, announced, answer)
             except Exception as failure:  # a defect here must not leave prefill waiting
                 log.exception("batches of %s", peer.source.map.name)
-                for batch, _ in tuple(unanswered):
-                    answer(wire_pb2.ReadFailed(sequence=batch.sequence, error=repr(failure)))
+                for sequence in tuple(unanswered):
+                    answer(wire_pb2.ReadFailed(sequence=sequence, error=repr(failure)))
 
     def _post(self, identity: bytes, body: Body) -> None:
         self._replies.append((identity, body))

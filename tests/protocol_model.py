@@ -235,12 +235,12 @@ class World:
             if self._sequences.is_new(batch.sequence) or not self._mutation.read_once:
                 # Its lease counts from now: decode may believe that it has more time than prefill gives it.
                 announced.append(Announced(batch, self._clock.now))
-        unanswered = [batch for batch, _ in announced]
+        unanswered = {batch.sequence: batch.layer for batch, _ in announced}
 
         def answer(reply: Reply) -> None:
+            layer = unanswered.pop(reply.sequence)
             if isinstance(reply, wire_pb2.ReadDone):
-                self._check(unanswered[0].layer)
-            del unanswered[0]
+                self._check(layer)
             self._replies.append(reply)
             self._acknowledged.append(0)
 

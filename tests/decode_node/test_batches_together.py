@@ -10,7 +10,8 @@ import pytest
 
 from decode_node.batch_reader import TOGETHER
 from tests.decode_node.pull_rig import Node, Prefill
-from tests.kv_peers import CKV, LAYOUT, SLOT_OF_LAYER, entry, eventually
+from tests.kv_peers import CKV, LAYOUT, SLOT_OF_LAYER, Stats, entry, eventually
+from transfer.memfabric import Copies
 
 SINGLE = 48  # bytes of a block of ckv and k_rope
 WORD = 8
@@ -131,3 +132,51 @@ def test_two_chunks_of_a_layer_that_come_together_are_in_order(node: Node) -> No
         prefill.offer(1, [entry("r", [2])])
         prefill.offer(1, [entry("r", [3], start=1)])
     assert [prefill.errors() for _ in range(3)] == [{}] * 3
+
+
+def test_a_lease_that_ends_soon_cuts_no_other_batch_short(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may take 5 s here."""
+    for number, request in enumerate("rst"):
+        node.expect(request, [number], [number])
+    prefill = node.prefill()
+    real, deadlines = node.engine.read, []
+
+    def read(session: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+        if then is not None:
+            deadlines.append(deadline_s)
+            if deadline_s < 5.0:
+                node.engine.busy.add(session)
+                raise TimeoutError("its deadline is over")
+        return real(session, copies, deadline_s=deadline_s, then=then)
+
+    with reader_held(node, prefill):
+        monkeypatch.setattr(node.engine, "read", read)
+        prefill.offer(0, [entry("r", [0], indexer=[0])], lease_ms=4_000)
+        prefill.offer(1, [entry("s", [0])], lease_ms=60_000)
+        prefill.offer(2, [entry("t", [0], indexer=[0])], lease_ms=60_000)
+    assert prefill.errors() == {}
+    assert "r" in prefill.errors()
+    assert [prefill.errors(), prefill.errors()] == [{}, {}]
+    assert deadlines[-1] == 2 * 5.0
+
+
+def test_what_was_read_well_is_answered_before_others_are_tried_again(node: Node) -> None:
+    node.expect("r", [0], [0])
+    node.expect("s", [1], [1])
+    prefill = node.prefill()
+    answered = threading.Event()
+    damaged = entry("s", [0])
+    damaged.summed_main.append(0)
+    damaged.main_sums.extend([1, 2])
+
+    def hold(session: str, sizes: Sequence[int]) -> None:
+        if sum(sizes) == SINGLE:
+            assert answered.wait(20)
+
+    with reader_held(node, prefill):
+        node.engine.after_read = lambda session, sizes: setattr(node.engine, "before_read", hold)
+        prefill.offer(1, [damaged])
+        prefill.offer(0, [entry("r", [0], indexer=[0])])
+    assert prefill.errors() == prefill.errors() == {}
+    answered.set()
+    assert "checksums are wrong" in prefill.errors()["s"]
