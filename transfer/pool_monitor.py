@@ -66,15 +66,6 @@ class PoolMonitor:
         return text
 
 
-def pool_usage(metrics_url: str, *, deadline_s: float = 2.0) -> PoolUsage:
-    """What the meta service says of its pool. Raises PoolError when it does not answer."""
-    monitor = PoolMonitor(metrics_url, deadline_s=deadline_s)
-    try:
-        return monitor.usage()
-    finally:
-        monitor.close()
-
-
 def _gauge(metrics: str, name: str) -> int:
     found = re.search(rf"^{re.escape(name)} (\S+)$", metrics, re.MULTILINE)
     if found is None:

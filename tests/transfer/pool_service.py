@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tests.transfer.hostcann_worker import CHIP, Worker
 from transfer import hostcann
 from transfer.mem_pool import PoolError
-from transfer.pool_monitor import pool_usage
+from transfer.pool_monitor import PoolMonitor, PoolUsage
 
 MIB = 1 << 20
 DEVICES, HBM_BYTES = 4, 64 * MIB
@@ -102,3 +102,12 @@ def used_within(service: Service, bytes_used: int, deadline_s: float) -> int:
     while (used := pool_usage(service.metrics).used_bytes) != bytes_used and time.monotonic() < deadline:
         time.sleep(0.05)
     return used
+
+
+def pool_usage(metrics_url: str, *, deadline_s: float = 2.0) -> PoolUsage:
+    """What the meta service says of its pool. Raises PoolError when it does not answer."""
+    monitor = PoolMonitor(metrics_url, deadline_s=deadline_s)
+    try:
+        return monitor.usage()
+    finally:
+        monitor.close()

@@ -8,10 +8,10 @@ import tempfile
 import pytest
 
 from tests.transfer.hostcann_worker import Worker, WorkerError
-from tests.transfer.pool_service import MIB, Service, started_service, used_within
+from tests.transfer.pool_service import MIB, Service, pool_usage, started_service, used_within
 from transfer import hostcann
 from transfer.mem_pool import PoolError
-from transfer.pool_monitor import PoolMonitor, PoolUsage, pool_usage
+from transfer.pool_monitor import PoolMonitor, PoolUsage
 
 
 def test_an_object_is_saved_by_one_process_and_loaded_by_another(service: Service) -> None:
