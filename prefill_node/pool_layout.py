@@ -75,7 +75,8 @@ class PoolObjectLayout:
         copy = Copy([], [], [])
         for position, (offset, size) in enumerate(self._parts[layer]):
             tensor, blocks = tensors[position], indexer_blocks if position >= 2 else main_blocks
-            copy.device.extend(tensor.address + block * tensor.block_bytes for block in blocks)
-            copy.pool.extend(address + offset for address in objects)
+            base, stride = tensor
+            copy.device.extend([base + block * stride for block in blocks])
+            copy.pool.extend([address + offset for address in objects])
             copy.sizes.extend([size] * len(objects))
         return copy

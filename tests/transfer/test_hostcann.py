@@ -89,6 +89,32 @@ def test_copies_are_counted_by_kind(root: Path) -> None:
         assert hostcann.counters(root)[1].copied_bytes["h2d"] == 77
 
 
+def test_a_batch_counts_its_copies_and_ends_at_the_first_that_fails(root: Path) -> None:
+    with worker(root) as child:
+        child.run("a, host = runtime.malloc(0, 8192), ctypes.create_string_buffer(b'x' * 8192, 8192)")
+        child.run("h, failed = ctypes.addressof(host), ctypes.c_size_t(99)")
+        child.run("def sizes(*each): return (ctypes.c_size_t * 3)(*each)")
+        child.run("def places(*each): return (ctypes.c_void_p * 3)(*each)")
+        child.run(
+            "def batch(to, room, source, n): return acl.aclrtMemcpyBatch("
+            "to, room, source, n, ctypes.c_size_t(3), None, None, ctypes.c_size_t(0), ctypes.byref(failed))"
+        )
+        child.run("ctypes.memset(a, 0, 8192)")
+        to, source = "places(a, a + 5000, h)", "places(h, h, a + 5000)"
+        child.run(f"assert batch({to}, sizes(4096, 9, 9), {source}, sizes(4096, 3, 2)) == 0")
+        assert child.value("ctypes.string_at(a + 5000, 4).hex(), failed.value") == ["78787800", 99]
+        state = hostcann.counters(root)[0]
+        assert state.copied_bytes == {"h2d": 4099, "d2d": 0, "d2h": 2, "peer": 0}
+        assert state.copies == {"h2d": 2, "d2d": 0, "d2h": 1, "peer": 0}
+        child.run("ctypes.memset(a, 0, 8192)")
+        assert child.value(f"batch({to}, sizes(4096, 2, 9), {source}, sizes(4096, 3, 2))") != 0
+        assert child.value("[failed.value, ctypes.string_at(a, 1).hex(), ctypes.string_at(a + 5000, 1).hex()]") == [
+            1,
+            "78",
+            "00",
+        ]
+
+
 def test_copies_of_any_size_alignment_and_overlap_are_those_of_memmove(root: Path) -> None:
     """Large ones go past the caches, in steps; neither may miss a byte nor touch one beside."""
     with worker(root) as child:

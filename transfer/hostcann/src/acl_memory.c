@@ -131,15 +131,15 @@ HOSTCANN_API int aclrtMemcpyBatch(void **to, size_t *capacity, void **from, size
     (void)attributes;
     (void)attribute_index;
     (void)attribute_count;
-    for (size_t i = 0; i < count; i++) {
-        int result = aclrtMemcpy(to[i], capacity[i], from[i], bytes[i], 0);
-        if (result != ACL_OK) {
-            if (failed != NULL)
-                *failed = i;
-            return result;
-        }
-    }
-    return ACL_OK;
+    size_t fits = 0, copied;
+    while (fits < count && bytes[fits] <= capacity[fits])
+        fits++;
+    int result = hostcann_copy_batch(hc_current_device(), to, (const void *const *)from, bytes, fits, &copied);
+    if (result == ACL_OK && fits < count)
+        result = ACL_ERROR_BAD_PARAM;
+    if (result != ACL_OK && failed != NULL)
+        *failed = copied;
+    return result;
 }
 
 HOSTCANN_API int aclrtMemset(void *to, size_t capacity, int value, size_t bytes)

@@ -42,7 +42,6 @@ __attribute__((target("avx2"))) static void stream(char *to, const char *from, s
     for (; i + STEP <= bytes; i += STEP)
         stream_step(to + i, from + i);
     memcpy(to + i, from + i, bytes - i);
-    _mm_sfence(); /* before whoever is told of the copy reads it */
 }
 
 static bool may_stream(const char *to, const char *from, size_t bytes)
@@ -61,4 +60,11 @@ void hc_bulk_copy(void *destination, const void *source, size_t bytes)
     }
 #endif
     memmove(destination, source, bytes);
+}
+
+void hc_bulk_fence(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }

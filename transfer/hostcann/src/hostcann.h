@@ -29,6 +29,10 @@ enum hostcann_copy_kind {
  */
 HOSTCANN_API int hostcann_copy(int device, void *destination, const void *source, size_t bytes);
 
+/* `count` such copies, one after the other up to the first that fails; *copied, if given, is how many were made. */
+HOSTCANN_API int hostcann_copy_batch(int device, void *const *destinations, const void *const *sources,
+                                     const size_t *bytes, size_t count, size_t *copied);
+
 /* Is ptr memory that a device can address: device memory, or pinned host memory made by halMemCreate? */
 HOSTCANN_API bool hostcann_is_device(const void *ptr);
 
