@@ -15,7 +15,7 @@ from sluice.v1 import wire_pb2
 
 from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefused, SourceMap
 from decode_node.pull_requests import PullRequest, PullRequests
-from transfer.memfabric import Copies
+from transfer.memfabric import Copies, nothing
 
 log = logging.getLogger(__name__)
 _ALIVE_S = 5.0  # longest wait for a sign of life before a link is opened
@@ -34,6 +34,11 @@ class Announced(NamedTuple):
     batch: wire_pb2.ReadReady
     received_at: float
 
+    @property
+    def lease_end(self) -> float:
+        """In monotonic seconds."""
+        return self.received_at + self.batch.lease_ms / 1000
+
 
 class ReadStats(Protocol):
     """What one engine read did."""
@@ -49,10 +54,19 @@ class ReadStats(Protocol):
 class ReadEngine(Protocol):
     """What the puller needs of MemFabricEngine."""
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> ReadStats:
         """Raises when not all bytes have arrived within ``deadline_s`` seconds.
 
-        ``then``: what is read when all of the former has arrived; not in the statistics.
+        ``then``: what is read when all of the former has arrived; not in the statistics. ``meanwhile``: work of the
+        caller's that is done while bytes move, on its thread and within the deadline.
         """
         ...
 
@@ -89,7 +103,8 @@ class Counts:
 
     def add(self, **amounts: int) -> None:
         with self._lock:
-            self._values.update(amounts)
+            for name, amount in amounts.items():
+                self._values[name] += amount
 
     def snapshot(self) -> PullCounters:
         with self._lock:
@@ -115,6 +130,7 @@ class _Work:
     lease_end: float  # monotonic seconds
     claims: list[tuple[wire_pb2.ReadEntry, PullRequest]] = field(default_factory=list)
     copies: Descriptors = field(default_factory=Descriptors)  # of all claims
+    nbytes: int = 0  # that they move
     refusal: str | None = None  # of the batch as a whole
     tried: bool = False  # whether any read of it has begun
     problem: str | None = None  # of all claims
@@ -162,20 +178,40 @@ class BatchReader:
             return f"{self._planner.name} cannot read memory of {source.map.name} ({source.map.session_id}): {error}"
         return None
 
-    def read(self, source: Source, announced: Sequence[Announced], answer: Callable[[Reply], None]) -> None:
-        """Reads batches, in order; ``answer`` is called once for each of them, when it is over.
+    def read(
+        self, source: Source, first: Announced, more: Callable[[], Announced | None], answer: Callable[[Reply], None]
+    ) -> None:
+        """Reads batches, in order, until there are no ``more``; ``answer`` is called once for each, when it is over.
 
-        Those that can be read in one go are; of these, the ones to be read again are answered after the others. Never
-        raises for what the peer sent or the engine did.
+        Those that can be read in one go are (of these, the ones to be read again are answered after the others), and
+        while bytes move the next ones are checked. Never raises for what the peer sent or the engine did.
         """
-        together: list[_Work] = []
-        for batch, received_at in announced:
-            lease_end = received_at + batch.lease_ms / 1000
-            if together and not self._may_join(together, batch, lease_end):
-                self._carry_out(source, together, answer)
-                together = []
-            together.append(self._begin(source, batch, lease_end))
-        self._carry_out(source, together, answer)
+        held = [first]
+
+        def gather(before: Sequence[_Work]) -> list[_Work]:
+            works: list[_Work] = []
+            while len(works) < TOGETHER and (announced := held.pop() if held else more()) is not None:
+                if not self._may_join(before, works, announced):
+                    held.append(announced)
+                    break
+                works.append(self._begin(source, announced))
+            return works
+
+        group = gather([])
+        while group:
+            following: list[_Work] = []
+
+            def meanwhile(group: list[_Work] = group, following: list[_Work] = following) -> None:
+                if not following:
+                    following += gather(group)
+
+            try:
+                self._carry_out(source, group, answer, meanwhile)
+            except BaseException:
+                for work in following:
+                    self._release(source, work)
+                raise
+            group = following or gather([])
 
     def settle(self) -> None:
         """Ends the quarantine of abandoned reads that are over by now."""
@@ -190,18 +226,30 @@ class BatchReader:
         with self._lock:
             return len(self._abandoned)
 
-    def _may_join(self, together: Sequence[_Work], batch: wire_pb2.ReadReady, lease_end: float) -> bool:
-        """False when it has to be known how a batch before this one ended before this one can be judged, and when a
-        lease has less time left than a read may take: it would cut the others' time short."""
+    def _may_join(self, before: Sequence[_Work], works: Sequence[_Work], announced: Announced) -> bool:
+        """Whether a batch may be begun while those before it are being read, and be read together with ``works``.
+
+        False when it has to be known how one of them ended before this one can be judged, and when a lease has less
+        time left than a read may take: it would cut the others' time short.
+        """
+        batch = announced.batch
+        if not before and not works:
+            return True
         return (
-            min(lease_end, *(work.lease_end for work in together)) - time.monotonic() >= self._read_timeout_s
-            and not any(work.batch.layer == batch.layer or work.batch.finished for work in together)
-            and sum(work.copies.nbytes() for work in together) < _TOGETHER_BYTES
+            not any(_bears_upon(work.batch, batch) for work in (*before, *works))
             and all(self._requests.goes_on(entry, batch.member) for entry in batch.entries)
+            and (not works or self._has_time_for(works, announced))
         )
 
-    def _begin(self, source: Source, batch: wire_pb2.ReadReady, lease_end: float) -> _Work:
+    def _has_time_for(self, works: Sequence[_Work], announced: Announced) -> bool:
+        soonest = min(announced.lease_end, *(work.lease_end for work in works))
+        return (
+            soonest - time.monotonic() >= self._read_timeout_s and sum(work.nbytes for work in works) < _TOGETHER_BYTES
+        )
+
+    def _begin(self, source: Source, announced: Announced) -> _Work:
         """Checks a batch and claims its requests' blocks."""
+        batch, lease_end = announced.batch, announced.lease_end
         work = _Work(batch, lease_end)
         try:
             self._planner.check_batch(source.map, batch)
@@ -229,16 +277,23 @@ class BatchReader:
                 continue
             work.copies.extend(planned)
             work.claims.append((entry, request))
+        work.nbytes = work.copies.nbytes()
         return work
 
-    def _carry_out(self, source: Source, works: Sequence[_Work], answer: Callable[[Reply], None]) -> None:
+    def _carry_out(
+        self,
+        source: Source,
+        works: Sequence[_Work],
+        answer: Callable[[Reply], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
         """Those still to be read alone come last, and with them the batch that ends a request of theirs."""
         try:
-            alone = self._copy_together(source, [work for work in works if work.copies.sizes])
+            alone = self._copy_together(source, [work for work in works if work.nbytes], meanwhile)
             unread = {entry.request_id for work in alone for entry, _ in work.claims}
             for work in sorted(works, key=lambda work: work in alone or not unread.isdisjoint(work.batch.finished)):
                 if work in alone:
-                    self._copy(source, work)
+                    self._copy(source, work, meanwhile)
                 for entry, request in work.claims:
                     error = work.problem or self._account(work.batch, entry, request)
                     if error is not None:
@@ -269,12 +324,14 @@ class BatchReader:
         self._requests.arrived(request, entry, batch.member, batch.layer)
         return self._requests.finish(request, batch.member) if entry.request_id in batch.finished else None
 
-    def _copy_together(self, source: Source, works: Sequence[_Work]) -> list[_Work]:
+    def _copy_together(self, source: Source, works: Sequence[_Work], meanwhile: Callable[[], None]) -> list[_Work]:
         """Reads several in one go. Returns what that does not settle, to be read alone: each fails for itself only."""
         left = min((work.lease_end for work in works), default=0.0) - time.monotonic()
-        return self._attempt(source, works, left) if len(works) > 1 and left > 0 and source.lost is None else [*works]
+        if len(works) < 2 or left <= 0 or source.lost is not None:
+            return [*works]
+        return self._attempt(source, works, left, meanwhile)
 
-    def _copy(self, source: Source, work: _Work) -> None:
+    def _copy(self, source: Source, work: _Work, meanwhile: Callable[[], None]) -> None:
         """Tries until it is settled, at least once; sets the work's problem: why its requests must not use what was
         copied, or None."""
         work.problem = work.problem or "the lease ended before the read could begin"
@@ -285,12 +342,14 @@ class BatchReader:
             if pause:  # a sleep of 0 s takes 60 us
                 time.sleep(pause)
             self._counts.add(read_retries=int(work.tried))
-            if not self._attempt(source, [work], left):
+            if not self._attempt(source, [work], left, meanwhile):
                 break
         if work.problem is not None:
             work.problem = source.lost or work.problem
 
-    def _attempt(self, source: Source, works: Sequence[_Work], left_s: float) -> list[_Work]:
+    def _attempt(
+        self, source: Source, works: Sequence[_Work], left_s: float, meanwhile: Callable[[], None]
+    ) -> list[_Work]:
         """Reads all of these, then their generations; sets their problems. Returns those worth another attempt."""
         copies = Descriptors()
         for work in works:
@@ -298,7 +357,8 @@ class BatchReader:
             copies.extend(work.copies)
         try:
             words = self._words(source, [work.batch.slot for work in works])
-            stats = self._read(source, copies.copies(), min(self._read_timeout_s * len(works), left_s), words)
+            timeout_s = min(self._read_timeout_s * len(works), left_s)
+            stats = self._read(source, copies.copies(), timeout_s, words, meanwhile)
         except Exception as error:  # whatever the engine raises costs these batches, not the thread
             for work in works:
                 work.problem = f"{_what(source, work)} failed: {error}"
@@ -329,7 +389,14 @@ class BatchReader:
         local = [source.scratch + WORD_BYTES * place for place in range(len(slots))]
         return Copies(local, [source.map.generation_word(slot) for slot in slots], [WORD_BYTES] * len(slots))
 
-    def _read(self, source: Source, copies: Copies, timeout_s: float, then: Copies | None = None) -> ReadStats:
+    def _read(
+        self,
+        source: Source,
+        copies: Copies,
+        timeout_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> ReadStats:
         session = source.map.session_id
         if source.suspect:
             if not source.alive(min(timeout_s, _ALIVE_S)):
@@ -337,12 +404,14 @@ class BatchReader:
             if self._engine.idle(session):
                 self._engine.forget(session)
         source.suspect = True
-        stats = self._engine.read(session, copies, deadline_s=timeout_s, then=then)
+        stats = self._engine.read(session, copies, deadline_s=timeout_s, then=then, meanwhile=meanwhile)
         source.suspect = False
         return stats
 
     def _release(self, source: Source, work: _Work) -> None:
         """The batch's reads are over, or wait in quarantine for the engine. Idempotent."""
+        if not work.claims:
+            return
         requests = [request for _, request in work.claims]
         work.claims = []
         if self._engine.idle(source.map.session_id):
@@ -353,5 +422,13 @@ class BatchReader:
                 self._abandoned += [(source.map.session_id, request) for request in requests]
 
 
+def _bears_upon(batch: wire_pb2.ReadReady, later: wire_pb2.ReadReady) -> bool:
+    """Whether the later one continues the batch's layer of a request, or comes after the end of one."""
+    if batch.layer != later.layer and not batch.finished:
+        return False
+    common = {entry.request_id for entry in batch.entries} & {entry.request_id for entry in later.entries}
+    return bool(common) and (batch.layer == later.layer or not common.isdisjoint(batch.finished))
+
+
 def _what(source: Source, work: _Work) -> str:
-    return f"reading {work.copies.nbytes()} bytes of layer {work.batch.layer} from {source.map.name}"
+    return f"reading {work.nbytes} bytes of layer {work.batch.layer} from {source.map.name}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections.abc import Callable
 
 from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
 from decode_node.scheduler import RequestState
 from engine.config import FaultsSection
 from engine.faults import dice, injected
-from transfer.memfabric import Copies
+from transfer.memfabric import Copies, nothing
 
 
 class HostRowEraser:
@@ -54,14 +55,22 @@ class UnreliableReads:
         self._faults = faults
         self._draws = draws
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> ReadStats:
         time.sleep(self._faults.read_delay_s)
         fails = self._draws.random() < self._faults.read_failure
         if fails:
             injected("read_failure", f"a read of {sum(copies.sizes)} bytes from {session_id}")
         if fails and self._draws.random() < 0.5:
             raise OSError(f"faults.read_failure: a read from {session_id} was not made")
-        stats = self._engine.read(session_id, copies, deadline_s=deadline_s, then=then)
+        stats = self._engine.read(session_id, copies, deadline_s=deadline_s, then=then, meanwhile=meanwhile)
         if self._draws.random() < self._faults.read_corrupt:
             injected("read_corrupt", f"a read of {sum(copies.sizes)} bytes from {session_id}")
             place = self._draws.randrange(len(copies.local))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sluice.v1 import registry_pb2, wire_pb2
 
@@ -208,45 +209,26 @@ class PullPlanner:
         May be empty. Raises PullRefused, see the texts.
         """
         theirs, ours = source.layers[layer].tensors, self._memory[layer]
-        main, indexer = len(entry.main_blocks), len(entry.indexer_blocks)
-        wants_indexer = layer in self.layout.indexer_layers
-        if wants_indexer and (main, entry.main_start) != (indexer, entry.indexer_start):
+        part, main, indexer = source.part, list(entry.main_blocks), list(entry.indexer_blocks)
+        indexer_kinds = [kind for kind in INDEXER_KINDS if kind in ours]
+        if indexer_kinds and (len(main), entry.main_start) != (len(indexer), entry.indexer_start):
             raise PullRefused(
-                f"indexer presence mismatch: {indexer} indexer blocks from {entry.indexer_start}, "
-                f"but {main} main blocks from {entry.main_start}"
+                f"indexer presence mismatch: {len(indexer)} indexer blocks from {entry.indexer_start}, "
+                f"but {len(main)} main blocks from {entry.main_start}"
             )
-        if not wants_indexer and indexer:
-            raise PullRefused(f"indexer presence mismatch: {indexer} indexer blocks, but layer {layer} has no indexer")
-        _check_destination("main", entry.main_start, main, len(main_blocks))
-        _check_destination("indexer", entry.indexer_start, indexer, len(indexer_blocks))
-        for kind, tensor in theirs.items():
-            blocks = entry.main_blocks if kind in MAIN_KINDS else entry.indexer_blocks
-            if blocks and max(blocks) >= tensor.num_blocks:
-                raise PullRefused(
-                    f"prefill block {max(blocks)} of {kind_name(kind)} is not in 0..{tensor.num_blocks - 1}"
-                )
-        part = source.part
-        main_part = main_share(main, entry.main_start, self.tp_rank, self.tp_size, part.member)
-        indexer_part = indexer_share(indexer, entry.indexer_start, part.member, part.members)
-        main_kinds, indexer_kinds = MAIN_KINDS, [kind for kind in ours if kind in INDEXER_KINDS]
-        _check_sums("main", main_part, entry.summed_main, entry.main_sums, len(main_kinds))
-        _check_sums("indexer", indexer_part, entry.summed_indexer, entry.indexer_sums, len(indexer_kinds))
-        main_places = main_blocks[entry.main_start : entry.main_start + main]
-        indexer_places = indexer_blocks[entry.indexer_start : entry.indexer_start + indexer]
+        if indexer and not indexer_kinds:
+            raise PullRefused(
+                f"indexer presence mismatch: {len(indexer)} indexer blocks, but layer {layer} has no indexer"
+            )
         descriptors = Descriptors()
-        for kind in kinds_of(self.layout, layer):
-            is_main = kind in MAIN_KINDS
-            remote, local = (entry.main_blocks, main_places) if is_main else (entry.indexer_blocks, indexer_places)
-            share = main_part if is_main else indexer_part
-            mine = slice(share.start, share.stop)
-            descriptors.add(theirs[kind], remote[mine], ours[kind], local[mine])
-        for kinds, places, positions, sums in (
-            (main_kinds, main_places, entry.summed_main, entry.main_sums),
-            (indexer_kinds, indexer_places, entry.summed_indexer, entry.indexer_sums),
-        ):
-            owners = [(kind, places[position]) for position in positions for kind in kinds]
-            for (kind, place), checksum in zip(owners, sums, strict=True):
-                descriptors.expect(ours[kind], place, checksum)
+        share = main_share(len(main), entry.main_start, self.tp_rank, self.tp_size, part.member)
+        half = _Half("main", MAIN_KINDS, entry.main_start, main, share, entry.summed_main, entry.main_sums)
+        half.plan(theirs, ours, main_blocks, descriptors)
+        if indexer_kinds or entry.summed_indexer or entry.indexer_sums:
+            share = indexer_share(len(indexer), entry.indexer_start, part.member, part.members)
+            summed, sums = entry.summed_indexer, entry.indexer_sums
+            half = _Half("indexer", indexer_kinds, entry.indexer_start, indexer, share, summed, sums)
+            half.plan(theirs, ours, indexer_blocks, descriptors)
         return descriptors
 
     def _source_layer(self, described: wire_pb2.LayerLayout) -> SourceLayer:
@@ -284,17 +266,52 @@ def _least_blocks(memory: Sequence[Mapping[Kind, TensorMemory]], kinds: Iterable
     return min((layer[kind].num_blocks for layer in memory for kind in kinds if kind in layer), default=0)
 
 
-def _check_destination(name: str, start: int, count: int, reserved: int) -> None:
-    if start + count > reserved:
-        raise PullRefused(
-            f"{name} destination range is incomplete: blocks {start}..{start + count - 1}, but {reserved} are reserved"
-        )
+class _Half(NamedTuple):
+    """The main or the indexer blocks of an entry."""
 
+    name: str
+    kinds: Sequence[Kind]  # the tensors that each block is in
+    start: int  # the request's index of the first block
+    blocks: Sequence[int]  # prefill's
+    share: range  # which of them are to be read here
+    summed: Sequence[int]  # and of which there are checksums
+    sums: Sequence[int]
 
-def _check_sums(name: str, share: range, positions: Sequence[int], sums: Sequence[int], tensors: int) -> None:
-    if len(sums) != len(positions) * tensors:
-        raise PullRefused(f"{len(sums)} {name} checksums for {len(positions)} blocks of {tensors} tensors")
-    if list(positions) != sorted(set(positions)):
-        raise PullRefused(f"the positions of {name} checksums are not in ascending order")
-    if outside := [position for position in positions if position not in share]:
-        raise PullRefused(f"{name} checksums of blocks {outside[:4]}, but {share} are to be read here")
+    def plan(
+        self,
+        theirs: Mapping[Kind, TensorMemory],
+        ours: Mapping[Kind, TensorMemory],
+        places: Sequence[int],
+        descriptors: Descriptors,
+    ) -> None:
+        """Adds the copies of this share; `places`: the request's blocks here. Raises PullRefused."""
+        count, largest = len(self.blocks), max(self.blocks, default=-1)
+        if self.start + count > len(places):
+            raise PullRefused(
+                f"{self.name} destination range is incomplete: blocks {self.start}..{self.start + count - 1}, "
+                f"but {len(places)} are reserved"
+            )
+        for kind in self.kinds:
+            if largest >= theirs[kind].num_blocks:
+                raise PullRefused(
+                    f"prefill block {largest} of {kind_name(kind)} is not in 0..{theirs[kind].num_blocks - 1}"
+                )
+        if self.summed or self.sums:
+            self._check_sums()
+        remote = self.blocks[self.share.start : self.share.stop]
+        local = places[self.start + self.share.start : self.start + self.share.stop]
+        for kind in self.kinds:
+            descriptors.add(theirs[kind], remote, ours[kind], local)
+        owners = [(kind, places[self.start + position]) for position in self.summed for kind in self.kinds]
+        for (kind, place), checksum in zip(owners, self.sums, strict=True):
+            descriptors.expect(ours[kind], place, checksum)
+
+    def _check_sums(self) -> None:
+        if len(self.sums) != len(self.summed) * len(self.kinds):
+            raise PullRefused(
+                f"{len(self.sums)} {self.name} checksums for {len(self.summed)} blocks of {len(self.kinds)} tensors"
+            )
+        if list(self.summed) != sorted(set(self.summed)):
+            raise PullRefused(f"the positions of {self.name} checksums are not in ascending order")
+        if outside := [position for position in self.summed if position not in self.share]:
+            raise PullRefused(f"{self.name} checksums of blocks {outside[:4]}, but {self.share} are to be read here")

@@ -17,7 +17,6 @@ from sluice.v1 import registry_pb2, wire_pb2
 
 from decode_node.batch_reader import (
     SOURCE_SCRATCH_BYTES,
-    TOGETHER,
     Announced,
     BatchReader,
     Counts,
@@ -53,18 +52,14 @@ class _Peer:
     batches: queue.SimpleQueue[Announced | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
-    def waiting(self) -> list[Announced]:
-        """The batches to be read next, after waiting for the first of them; none when the peer is lost."""
-        announced: list[Announced] = []
-        while len(announced) < TOGETHER:
-            try:
-                item = self.batches.get(block=not announced)
-            except queue.Empty:
-                break
-            if item is None:
-                self.batches.put(None)  # for the next call
-                break
-            announced.append(item)
+    def take(self, *, wait: bool) -> Announced | None:
+        """The batch to be read next; None when the peer is lost, or there is none and it is not to be waited for."""
+        try:
+            announced = self.batches.get(block=wait)
+        except queue.Empty:
+            return None
+        if announced is None:
+            self.batches.put(None)  # for the next call
         return announced
 
 
@@ -339,19 +334,29 @@ class Puller:
     def _pull(self, peer: _Peer) -> None:
         error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
         self._post(peer.identity, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
-        while announced := peer.waiting():
-            unanswered = [batch.sequence for batch, _ in announced]
+        while (first := peer.take(wait=True)) is not None:
+            self._read_from(peer, first)
 
-            def answer(reply: Reply, unanswered: list[int] = unanswered) -> None:
-                unanswered.remove(reply.sequence)
-                self._post(peer.identity, reply)
+    def _read_from(self, peer: _Peer, first: Announced) -> None:
+        """Reads until no batch waits."""
+        unanswered = [first.batch.sequence]
 
-            try:
-                self._reader.read(peer.source, announced, answer)
-            except Exception as failure:  # a defect here must not leave prefill waiting
-                log.exception("batches of %s", peer.source.map.name)
-                for sequence in tuple(unanswered):
-                    answer(wire_pb2.ReadFailed(sequence=sequence, error=repr(failure)))
+        def more() -> Announced | None:
+            announced = peer.take(wait=False)
+            if announced is not None:
+                unanswered.append(announced.batch.sequence)
+            return announced
+
+        def answer(reply: Reply) -> None:
+            unanswered.remove(reply.sequence)
+            self._post(peer.identity, reply)
+
+        try:
+            self._reader.read(peer.source, first, more, answer)
+        except Exception as failure:  # a defect here must not leave prefill waiting
+            log.exception("batches of %s", peer.source.map.name)
+            for sequence in tuple(unanswered):
+                answer(wire_pb2.ReadFailed(sequence=sequence, error=repr(failure)))
 
     def _post(self, identity: bytes, body: Body) -> None:
         self._replies.append((identity, body))

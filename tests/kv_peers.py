@@ -13,7 +13,7 @@ from sluice.v1 import registry_pb2, wire_pb2
 
 from decode_node.pull_plan import LayerMemory, TensorMemory
 from transfer.layout import block_bytes, kinds_of, kv_layout
-from transfer.memfabric import Copies
+from transfer.memfabric import Copies, nothing
 
 CKV, K_ROPE = wire_pb2.TENSOR_KIND_CKV, wire_pb2.TENSOR_KIND_K_ROPE
 INDEXER_KEY = wire_pb2.TENSOR_KIND_INDEXER_KEY
@@ -123,13 +123,22 @@ class LocalEngine:
         self.busy: set[str] = set()
         self.forgotten: list[str] = []
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Stats:
         """What comes then is for the hooks and the record a read of its own."""
         sizes = copies.sizes
         self.before_read(session_id, sizes)
         self.reads.append((session_id, list(sizes)))
         for to, source, size in zip(*copies, strict=True):
             ctypes.memmove(to, source, size)
+        meanwhile()
         self.after_read(session_id, sizes)
         if then is not None:
             self.read(session_id, then, deadline_s=deadline_s)

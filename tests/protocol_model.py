@@ -31,7 +31,7 @@ from prefill_node.publisher import Publisher
 from prefill_node.reuse_gate import ReuseGate
 from tests.kv_peers import CKV, K_ROPE, Stats, small_layout
 from tests.model_parts import Anything, Blocked, Chooser, Clock, Condition, Seen
-from transfer.memfabric import Copies
+from transfer.memfabric import Copies, nothing
 
 CELL = 16  # bytes of a block of either tensor
 LEASE_S, JUMP_S = 10.0, 11.0
@@ -144,6 +144,7 @@ class World:
         self._busy = False
         self._freed = False
         self._reading: tuple[Any, ...] = ()  # where in a read decode is
+        self._waiting: list[Announced] = []  # delivered, and not seen by the reader yet
 
     def run(self) -> None:
         """Until nothing can happen any more; then time passes, and prefill must come to its end."""
@@ -236,6 +237,10 @@ class World:
                 # Its lease counts from now: decode may believe that it has more time than prefill gives it.
                 announced.append(Announced(batch, self._clock.now))
         unanswered = {batch.sequence: batch.layer for batch, _ in announced}
+        self._waiting = announced
+
+        def more() -> Announced | None:
+            return self._take(numbers) if self._waiting and self._choose(2) else None
 
         def answer(reply: Reply) -> None:
             layer = unanswered.pop(reply.sequence)
@@ -244,11 +249,17 @@ class World:
             self._replies.append(reply)
             self._acknowledged.append(0)
 
-        self._reading = (numbers, self._jumps)
-        self.reader.read(self._source, announced, answer)
+        while self._waiting:
+            self.reader.read(self._source, self._take(numbers), more, answer)
         self._reading = ()
         if unanswered:
             raise Violation("a batch is never answered")
+
+    def _take(self, numbers: tuple[int, ...]) -> Announced:
+        """The first of those that wait; the others may be seen at once, while it is being read, or later."""
+        announced = self._waiting.pop(0)
+        self._reading = (numbers, self._jumps, len(self._waiting))
+        return announced
 
     # What decode does, and what its memory must hold.
 
@@ -270,16 +281,29 @@ class World:
 
     # decode_node.batch_reader.ReadEngine
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Stats:
         is_word = copies.remote[0] == self.words.address
+        busy_with = meanwhile
         for place, (to, there, size) in enumerate(zip(*copies, strict=True)):
             target = to - ctypes.addressof(self._scratch if is_word else self.received)
+            if busy_with is not nothing and (not self._waiting or self._choose(2)):
+                busy_with()
+                busy_with = nothing
             self._between((*self._reading, self._left.failures, is_word, target, len(copies.local) - place))
             if not is_word:
                 self._maybe_fail(list(zip(copies.local, copies.remote, strict=True))[place:])
             if self._freed and not is_word:
                 raise Violation("a read wrote into the blocks of another request")
             ctypes.memmove(to, there, size)
+        busy_with()
         if then is not None:
             self.read(session_id, then, deadline_s=deadline_s)
         return Stats(sum(copies.sizes), len(copies.sizes), len(copies.sizes))

@@ -53,6 +53,10 @@ class Copies(NamedTuple):
 NOTHING = Copies((), (), ())
 
 
+def nothing() -> None:
+    """What a caller does meanwhile who only waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadStats:
     """One finished read: bytes moved, descriptors asked for and after merging, and the seconds it took."""
@@ -146,12 +150,21 @@ class MemFabricEngine:
                 code=code,
             )
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> ReadStats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> ReadStats:
         """Make all copies; returns when their bytes have landed.
 
-        `then`: further copies, the first of which begins when all of those have landed; not in the statistics. Safe
-        from several threads; reads on one session run one after the other. Raises TransferTimeout after `deadline_s`
-        seconds, TransferError when the peer refuses or is gone.
+        `then`: further copies, the first of which begins when all of those have landed; not in the statistics.
+        `meanwhile`: called by this thread while they are made. Safe from several threads; reads on one session run one
+        after the other. Raises TransferTimeout after `deadline_s` seconds (never before `meanwhile` is over),
+        TransferError when the peer refuses or is gone.
         """
         merged = coalesce(copies)
         calls = [each for each in (merged, coalesce(then or NOTHING)) if each.sizes]
@@ -163,7 +176,7 @@ class MemFabricEngine:
         nbytes = sum(merged.sizes)
         started = time.monotonic()
         if calls:
-            self._session(session_id).call(run, nbytes, deadline_s)
+            self._session(session_id).call(run, nbytes, deadline_s, meanwhile)
         return ReadStats(nbytes, len(copies.sizes), len(merged.sizes), time.monotonic() - started)
 
     def warm(self, session_id: str, local: int, remote: int, nbytes: int = 1, *, deadline_s: float = 10.0) -> None:
@@ -229,7 +242,7 @@ class _Session:
         """True when no call that missed its deadline is under way any more."""
         return not any(call.ended.locked() for call in tuple(self._given_up))
 
-    def call(self, run: Callable[[], int], nbytes: int, deadline_s: float) -> None:
+    def call(self, run: Callable[[], int], nbytes: int, deadline_s: float, meanwhile: Callable[[], None]) -> None:
         if self._broken:
             raise TransferError(
                 f"read of {nbytes} bytes from {self._id}: an earlier read missed its deadline, the session is broken",
@@ -241,10 +254,16 @@ class _Session:
         self._ensure_thread()
         call = _Call(run, threading.Lock())
         call.ended.acquire()
+        end = time.monotonic() + deadline_s
         self._calls.put(call)
-        if not call.ended.acquire(timeout=deadline_s):
-            self._given_up.append(call)
-            self._broken = True
+        try:
+            meanwhile()
+        finally:
+            in_time = call.ended.acquire(timeout=max(0.0, end - time.monotonic()))
+            if not in_time:
+                self._given_up.append(call)
+                self._broken = True
+        if not in_time:
             raise TransferTimeout(
                 f"read of {nbytes} bytes from {self._id} did not end within {deadline_s:g} s",
                 session=self._id,

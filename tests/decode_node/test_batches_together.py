@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_batches_that_wait_are_read_in_one_go(node: Node) -> None:
     (_, sizes), (_, words) = node.engine.reads[-2:]
     assert len(sizes) > LAYOUT.num_layers and words == [WORD] * LAYOUT.num_layers
     assert node.puller.counters().batches == 1 + LAYOUT.num_layers
+
+
+def test_the_next_batches_are_checked_while_bytes_move(node: Node) -> None:
+    """One that does not fit is refused before the read of the first is over."""
+    node.expect("s", [0], [0])
+    prefill = node.prefill()
+    refused: list[tuple[str, int, str | None]] = []
+
+    def look(session: str, sizes: Sequence[int]) -> None:
+        if not refused:
+            refused.append(node.events.terminal.get_nowait())
+
+    with reader_held(node, prefill):
+        node.engine.after_read = look
+        prefill.offer(2, [entry("s", [0], start=3, indexer=[0])])
+    assert prefill.errors() == {}
+    assert "were never announced" in prefill.errors()["s"]
+    assert [request for request, _, _ in refused] == ["s"]
 
 
 def test_of_batches_read_in_one_go_a_stale_one_fails_alone(node: Node) -> None:
@@ -141,13 +160,13 @@ def test_a_lease_that_ends_soon_cuts_no_other_batch_short(node: Node, monkeypatc
     prefill = node.prefill()
     real, deadlines = node.engine.read, []
 
-    def read(session: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+    def read(session: str, copies: Copies, *, deadline_s: float, then: Copies | None = None, **rest: Any) -> Stats:
         if then is not None:
             deadlines.append(deadline_s)
             if deadline_s < 5.0:
                 node.engine.busy.add(session)
                 raise TimeoutError("its deadline is over")
-        return real(session, copies, deadline_s=deadline_s, then=then)
+        return real(session, copies, deadline_s=deadline_s, then=then, **rest)
 
     with reader_held(node, prefill):
         monkeypatch.setattr(node.engine, "read", read)

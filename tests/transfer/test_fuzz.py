@@ -6,7 +6,7 @@ import ctypes
 import resource
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -18,7 +18,7 @@ from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, Announced, BatchReade
 from decode_node.pull_plan import PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.kv_peers import LAYOUT, NUM_SLOTS, SLOT_OF_LAYER, LocalEngine, Memory, Stats
-from transfer.memfabric import Copies
+from transfer.memfabric import Copies, nothing
 from transfer.wire import MAX_MESSAGE_BYTES, Body, WireError, decode, encode
 
 MIB = 1 << 20
@@ -103,12 +103,20 @@ class GuardedEngine(LocalEngine):
         self._sources = [*_ranges(PREFILL), (words, words + ctypes.sizeof(WORDS))]
         self._destinations = [*_ranges(destination), (scratch, scratch + SOURCE_SCRATCH_BYTES)]
 
-    def read(self, session_id: str, copies: Copies, *, deadline_s: float, then: Copies | None = None) -> Stats:
+    def read(
+        self,
+        session_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        then: Copies | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Stats:
         for to, source, size in zip(*copies, strict=True):
             inside = _within(self._destinations, to, size) and _within(self._sources, source, size)
             if not inside:
                 raise SystemExit(f"{size} bytes from {source:#x} to {to:#x} are outside of all tensors")
-        return super().read(session_id, copies, deadline_s=deadline_s, then=then)
+        return super().read(session_id, copies, deadline_s=deadline_s, then=then, meanwhile=meanwhile)
 
 
 def _ranges(memory: Memory) -> list[tuple[int, int]]:
@@ -162,7 +170,7 @@ def test_no_announcement_moves_a_byte_from_or_to_anywhere_else(batch: wire_pb2.R
     )
     source = Source(planner.source(hello()), ctypes.addressof(scratch), lambda _: True)
     replies: list[Reply] = []
-    reader.read(source, [Announced(batch, now)], replies.append)
+    reader.read(source, Announced(batch, now), lambda: None, replies.append)
     (reply,) = replies
     assert reply.sequence == batch.sequence
     if isinstance(reply, wire_pb2.ReadFailed):

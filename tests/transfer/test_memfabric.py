@@ -169,6 +169,27 @@ def test_what_is_read_then_is_not_in_the_statistics_but_arrives(root: Path) -> N
         assert reader.value("[byte(at) for at in (0, 7, 8, 63, 64, 71, 72)]") == [5, 5, 0, 0, 5, 5, 0]
 
 
+def test_a_read_is_over_when_its_caller_hears_of_what_failed_meanwhile(root: Path) -> None:
+    """And one that ended while its caller was busy has not missed its deadline."""
+    with engine(root, "decode", 1, 0) as reader, engine(root, "prefill", 0, 5) as source:
+        reader.wait(), source.wait()
+        session, there = address_of(source)
+        reader.run(f"engine.warm('{session}', memory, {there})")
+        reader.run(
+            f"""
+seen = []
+def fail():
+    seen.append(engine.idle('{session}'))
+    raise KeyError('meanwhile')
+"""
+        )
+        one = f"'{session}', Copies([memory], [{there}], [{SIZE}])"
+        with pytest.raises(WorkerError, match="meanwhile"):
+            reader.run(f"engine.read({one}, deadline_s=20.0, meanwhile=fail)")
+        assert reader.value(f"[*seen, byte({SIZE - 1})]") == [True, 5]
+        assert reader.value(f"engine.read({one}, deadline_s=0.2, meanwhile=lambda: time.sleep(0.5)).bytes") == SIZE
+
+
 def test_only_device_memory_can_take_part(root: Path) -> None:
     host_memory = "host = ctypes.create_string_buffer(1 << 22); engine.register(ctypes.addressof(host), 1 << 21)"
     with engine(root, "prefill", 0, 0) as source, engine(root, "decode", 1, 0) as reader:
