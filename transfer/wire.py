@@ -9,6 +9,7 @@ loss and shakes hands again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import zlib
@@ -24,6 +25,7 @@ _CRC_BYTES = 4  # little-endian, behind the serialized message
 MAX_MESSAGE_BYTES = 8 << 20  # larger ones are refused with a reason
 _DROP_BYTES = 8 * MAX_MESSAGE_BYTES  # larger ones are not even received: ZMQ ends the connection
 _POLLIN = int(zmq.POLLIN)
+_monitors = itertools.count()
 _HEARTBEAT_MS = 5_000  # a host that vanished without closing its connections is noticed after three of these
 
 Body = (
@@ -154,8 +156,9 @@ def _socket(context: zmq.Context[Any], kind: int, events: int) -> Monitored:
     created.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
     created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     created.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
-    # Before the socket connects or binds, or the first events are missed.
-    return Monitored(created, created.get_monitor_socket(events))
+    # Before the socket connects or binds, or the first events are missed. Its usual name is made of a descriptor, which
+    # may be used again while a closed socket's name is still taken.
+    return Monitored(created, created.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}"))
 
 
 def has_input(socket: zmq.Socket[Any]) -> bool:

@@ -84,6 +84,13 @@ def test_sockets_tell_a_refused_and_a_lost_connection() -> None:
         refused.close()
 
 
+def test_a_dropped_connection_gets_in_nobodys_way() -> None:
+    """Its descriptor is given out again before ZMQ has forgotten it."""
+    with zmq.Context() as context:
+        for _ in range(1000):
+            dealer(context, "tcp://127.0.0.1:1", 5.0, zmq.EVENT_DISCONNECTED)
+
+
 def test_unusable_addresses_are_named() -> None:
     with zmq.Context() as context:
         with pytest.raises(WireError, match="not an address"):
