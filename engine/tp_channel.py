@@ -22,7 +22,8 @@ class ChannelError(RuntimeError):
     """A rank of the group did not appear, or does not answer any more."""
 
 
-def _address(run_dir: str | Path, name: str, rank: int, kind: str) -> str:
+def socket_address(run_dir: str | Path, name: str, rank: int, kind: str) -> str:
+    """Of one rank's socket in the run's private folder. Raises ChannelError when that lies too deep."""
     path = Path(run_dir) / f"{name}-{rank}.{kind}"
     if len(str(path)) > 100:  # the kernel's limit for socket paths is 107 bytes
         raise ChannelError(f"runtime.run_dir = {str(run_dir)!r} is too long for a socket path; use a shorter folder")
@@ -58,12 +59,12 @@ class TpLeader:
         self._reports: zmq.Socket[bytes] | None = None
         if size > 1:
             self._reports = self._context.socket(zmq.PULL)
-            self._reports.bind(_address(run_dir, name, 0, "reports"))
+            self._reports.bind(socket_address(run_dir, name, 0, "reports"))
         for rank in range(1, size):
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
             self._followers.append(_Peer(socket))
-            socket.bind(_address(run_dir, name, rank, "commands"))
+            socket.bind(socket_address(run_dir, name, rank, "commands"))
             self._commands.append(socket)
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -123,10 +124,10 @@ class TpFollower:
         self._context = zmq.Context()
         self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._leader = _Peer(self._commands)
-        self._commands.connect(_address(run_dir, name, rank, "commands"))
+        self._commands.connect(socket_address(run_dir, name, rank, "commands"))
         self._reports: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         self._reports.setsockopt(zmq.LINGER, 0)
-        self._reports.connect(_address(run_dir, name, 0, "reports"))
+        self._reports.connect(socket_address(run_dir, name, 0, "reports"))
 
     def ready(self) -> None:
         """Tells the leader that this rank can take commands."""

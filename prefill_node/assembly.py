@@ -40,6 +40,7 @@ from prefill_node.publisher import Publisher
 from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import ReuseGate
 from prefill_node.routes import Routes
+from prefill_node.saved_steps import saved_steps
 from prefill_node.shape import PrefillShape
 from transfer import faults as transfer_faults
 from transfer.mem_pool import PoolError
@@ -146,6 +147,8 @@ def assemble(
     loader = stack.enter_context(
         contextlib.closing(PoolLoader(pool, shape.object_layout, buffers, config.pool.timeout_s))
     )
+    folder = config.runtime.run_dir or "."
+    told = saved_steps(folder, info.group, info.tp_rank, info.tp_size, config.pool.timeout_s, stack)
     saver = PoolSaver(
         pool,
         PoolObjects(
@@ -159,6 +162,7 @@ def assemble(
         gate,
         writes=info.tp_rank == 0,
         timeout_s=config.pool.timeout_s,
+        saved_steps=told,
     )
     stack.callback(saver.close)
     routes = stack.enter_context(contextlib.closing(Routes(publisher)))

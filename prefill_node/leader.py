@@ -235,8 +235,6 @@ class PrefillLeader:
         ending = [chunk.request_id for chunk in plan.chunks if chunk.is_last]
         plan = replace(plan, sampling={rid: self._requests[rid].params for rid in ending})
         self._done_ranks.clear()
-        if self._tp_size > 1:
-            self._rank.settle()  # the other ranks look for what this one has saved
         self._channel.broadcast(plan)
         result = self._rank.run(plan)
         others = self._await_ranks(plan)

@@ -15,6 +15,7 @@ from prefill_node.pool_client import PoolClient, PoolThread
 from prefill_node.pool_layout import Copy, PoolObjectLayout
 from prefill_node.pool_objects import Held, PoolObjects
 from prefill_node.reuse_gate import Consumer, ReuseGate
+from prefill_node.saved_steps import SavedSteps, no_other_ranks
 from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
 
@@ -35,7 +36,7 @@ class PoolSaver:
 
     One object per block of a prompt: allocated in the step that writes the block, saved layer by layer, finished after
     its step if no rank had an error with the request. TP ranks compute equal rows, so rank 0 alone writes; the others
-    (`writes` false) find and lease what it has finished.
+    (`writes` false) find and lease what it has finished, when it has told them so (`prefill_node/saved_steps.py`).
 
     Invariants: for every save added to the gate, `gate.done` is called when the pool has stopped reading the buffer,
     whether it failed or not (test_a_failed_save_opens_the_gate). Rows that may be wrong are never finished
@@ -53,10 +54,11 @@ class PoolSaver:
         *,
         writes: bool,
         timeout_s: float,
+        saved_steps: SavedSteps = no_other_ranks,
     ) -> None:
         """`timeout_s` bounds every pool call."""
         self._pool, self._objects, self._layout, self._buffers, self._gate = pool, objects, layout, buffers, gate
-        self._writes, self._timeout_s = writes, timeout_s
+        self._writes, self._timeout_s, self._meet = writes, timeout_s, saved_steps
         self._thread = PoolThread("pool-saver", timeout_s)
         self._writing: dict[str, dict[int, tuple[str, int]]] = {}  # request id -> block -> key, address; of this step
         self._errors: dict[str, str] = {}  # request id -> why it is not in the pool
@@ -81,6 +83,10 @@ class PoolSaver:
             reply(found)
 
         self._thread.submit(find)
+
+    def meet(self, step: int) -> None:
+        """Step number `step` begins: what is asked for from now on finds what rank 0 has saved in earlier ones."""
+        self._thread.submit(lambda: self._meet(step))
 
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
         """Allocates the objects of the full blocks that `chunks` write."""
@@ -139,10 +145,6 @@ class PoolSaver:
                 self._save_seconds,
                 self._failed,
             )
-
-    def settle(self) -> None:
-        """Waits until everything asked for so far is done. Raises PoolStuck."""
-        self._thread.run("finish its work", lambda: None)
 
     @property
     def failure(self) -> str:

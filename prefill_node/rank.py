@@ -99,10 +99,6 @@ class PrefillRank:
         """Answered by a PrefixFound in a later `poll`."""
         self._saver.look_up(request_id, keys, lambda blocks: self._found.put(PrefixFound(request_id, attempt, blocks)))
 
-    def settle(self) -> None:
-        """Waits for the saves of all steps so far, so that other ranks find what they wrote. Raises PoolStuck."""
-        self._saver.settle()
-
     def finish(self, plan: StepPlan, failed: Collection[str]) -> None:
         """All ranks have run the step: its rows may be shared, except those of `failed` requests."""
         self._saver.end_step(plan.chunks, failed)
@@ -111,6 +107,7 @@ class PrefillRank:
         """Computes a step. Raises when this process cannot go on (a stuck pool, a lost rank, a defect)."""
         self._before_step()
         batch = pack(plan, self._block_size)
+        self._saver.meet(plan.number)
         self._backend.begin(batch)
         hidden = self._decoder.hidden(batch.packed_input_ids, batch.positions, self._backend)
         logits = self._decoder.logits(hidden.index_select(0, batch.last_rows))

@@ -44,6 +44,7 @@ from prefill_node.pool_saver import PoolSaver
 from prefill_node.rank import PrefillRank
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.routes import Routes
+from prefill_node.saved_steps import SavedSteps, no_other_ranks
 from prefill_node.scheduler import Limits, PrefillJob, PrefillScheduler
 from transfer.mem_pool import PoolError
 
@@ -209,6 +210,11 @@ class SlowReader:
         return torch.cat([blocks[index] for index in sorted(blocks)])[:tokens]
 
 
+def settle(saver: PoolSaver) -> None:
+    """Waits until everything asked for so far is done."""
+    saver.hold("nobody", ())()
+
+
 class Rig:
     """One prefill rank over `model_dir`, with `shared` buffers, running real steps."""
 
@@ -235,6 +241,7 @@ class Rig:
         max_waiting: int = 64,
         lease_s: float = 60.0,
         writes: bool = True,
+        saved_steps: SavedSteps = no_other_ranks,
         gate_closes: bool = True,
         words_change: bool = True,
         make_reader: Callable[[Rig], Any] | None = None,
@@ -273,6 +280,7 @@ class Rig:
             self.gate,
             writes=writes,
             timeout_s=pool_timeout_s,
+            saved_steps=saved_steps,
         )
         self.loader = PoolLoader(guarded, layout, self.buffers, pool_timeout_s)
         self.routes = Routes(self.reader)
@@ -333,8 +341,8 @@ class Rig:
         while not self.gate.idle():
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        self.saver.settle()
-        self.saver.settle()
+        settle(self.saver)
+        settle(self.saver)
 
     def used_blocks(self) -> int:
         return sum(usage.used for usage in self.cache.usage().values())

@@ -11,14 +11,10 @@ import torch
 from sluice.v1 import worker_pb2
 
 from engine.sampling_params import SamplingParams
-from engine.tp_channel import TpFollower, TpLeader
-from prefill_node.follower import follow
-from prefill_node.leader import RankLost
 from prefill_node.link import TransferRefused
 from prefill_node.outcome import FailureKind, PrefillResult
 from prefill_node.rank import RankFailed
 from prefill_node.scheduler import PrefillJob
-from prefill_node.steps import RouteOpened, Stop
 
 
 def prompt(tokens: int) -> list[int]:
@@ -256,78 +252,3 @@ def test_a_dead_publisher_ends_the_process(make_rig):
     rig.reader.failure = "publisher failed"
     with pytest.raises(RankFailed, match="publisher failed"):
         rig.leader.run_once()
-
-
-class Group:
-    """Two ranks that hold the whole model each: the protocol between them is real, the sums are not needed."""
-
-    def __init__(self, make_rig, run_dir):
-        self.channel = TpLeader(run_dir, "group", 2)
-        self.rig = make_rig(channel=self.channel, tp_size=2, budget=32)
-        self.other = make_rig(budget=32, pool=self.rig.pool, writes=False)
-        self.follower = TpFollower(run_dir, "group", 1)
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=follow, args=(self.other.rank, self.follower, self.stopping))
-        self.thread.start()
-        self.channel.wait_ready(5)
-
-    def close(self):
-        self.stopping.set()
-        self.thread.join(5)
-        assert not self.thread.is_alive()
-        self.follower.close()
-        self.channel.close()
-
-
-@pytest.fixture
-def group(make_rig, tmp_path):
-    group = Group(make_rig, tmp_path)
-    yield group
-    group.close()
-
-
-def test_followers_compute_and_publish_what_the_leader_plans(group):
-    group.rig.submit("a", prompt(100))
-    group.rig.submit("b", prompt(7))
-    group.rig.run("a", "b")
-    assert all(isinstance(group.rig.outcomes[name], PrefillResult) for name in "ab")
-    group.rig.settle()
-    group.other.settle()
-    assert group.rig.reader.finished == group.other.reader.finished
-    for layer in range(4):
-        ours, theirs = (rig.reader.pulled(layer, "a", "ckv", 100) for rig in (group.rig, group.other))
-        assert torch.equal(ours, theirs)
-
-
-def test_a_followers_lost_destination_fails_the_request(group):
-    group.other.request_errors.put(("a", "rank 1 lost decode-0"))
-    group.rig.submit("a", prompt(100))
-    group.rig.submit("b", prompt(50))
-    group.rig.run("a", "b")
-    assert "rank 1 lost decode-0" in group.rig.outcomes["a"].text
-    assert isinstance(group.rig.outcomes["b"], PrefillResult)
-
-
-def test_followers_end_with_the_leader(group):
-    group.channel.broadcast(Stop())
-    group.thread.join(5)
-    assert not group.thread.is_alive()
-
-
-def test_a_silent_follower_ends_the_process(make_rig, tmp_path):
-    channel = TpLeader(tmp_path, "group", 2)
-    rig = make_rig(channel=channel, tp_size=2)
-    rig.leader._step_timeout_s = 0.2
-    follower = TpFollower(tmp_path, "group", 1)
-    follower.ready()
-    channel.wait_ready(5)
-    rig.submit("a", prompt(5))
-    command = None
-    while command is None:
-        rig.leader.run_once()
-        command = follower.next_command(0.01)
-    follower.report(RouteOpened("a", command.attempt))
-    with pytest.raises(RankLost, match=r"TP ranks \[1\] did not finish step 1"):
-        rig.run("a")
-    follower.close()
-    channel.close()

@@ -13,6 +13,7 @@ from prefill_node.outcome import PrefillResult
 from prefill_node.pool_client import PoolStuck, PoolThread
 from prefill_node.reuse_gate import Consumer
 from prefill_node.steps import Chunk
+from tests.prefill_node.harness import settle
 from transfer.mem_pool import PoolError, PoolFull
 
 
@@ -86,14 +87,14 @@ def test_a_request_dropped_before_its_objects_are_finished_leaves_none_of_these(
     rig.saver.save(0, [first])
     rig.saver.end_step([first], ())
     rig.saver.begin_step([chunk("a", 16, 24, 40)])
-    rig.saver.settle()
+    settle(rig.saver)
     assert rig.saver.counters().objects == 2
     rig.saver.release("a")
-    rig.saver.settle()
+    settle(rig.saver)
     assert (rig.pool.objects.keys(), rig.pool.leased) == ({"a-0@0"}, set())
     assert (rig.saver.counters().objects, rig.saver.counters().object_bytes) == (0, 0)
     rig.saver.release("a")
-    rig.saver.settle()
+    settle(rig.saver)
 
 
 def test_rows_that_were_never_saved_are_not_found(make_rig):
@@ -108,7 +109,7 @@ def test_rows_of_a_failed_request_are_not_shared(make_rig):
     rig.saver.begin_step(step)
     rig.saver.save(0, step)
     rig.saver.end_step(step, {"bad"})
-    rig.saver.settle()
+    settle(rig.saver)
     assert rig.pool.objects.keys() == {"good-0@0"}
 
 
