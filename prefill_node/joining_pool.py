@@ -20,6 +20,9 @@ _LONGEST_RETRY_S = 10.0
 class OpenPool(PoolClient, Protocol):
     """A pool that has been joined: `transfer.mem_pool_process.PoolProcess`. It may raise PoolLost."""
 
+    def probe(self) -> None:
+        """Finds out, when nobody uses it, whether it still can be used: bounded, and `ended` tells what was found."""
+
     def ended(self) -> str:
         """Why it cannot be used any more; empty while it can."""
 
@@ -30,11 +33,12 @@ class OpenPool(PoolClient, Protocol):
 class JoiningPool(WrappedPool):
     """Until it has been joined, every operation raises PoolError with the reason.
 
-    `join` is called again and again by one thread (PoolWatch) and does nothing once it has succeeded. Tries that fail,
-    or whose pool is lost again within ten seconds, become rarer, up to one in ten seconds. Nobody waits long for it:
-    the meta service lets nobody in for up to a minute after a member was killed
+    `join` is called again and again by one thread (PoolWatch), which then also finds out whether it is lost. Tries
+    that fail, or whose pool is lost again within ten seconds, become rarer, up to one in ten seconds. Nobody waits long
+    for it: the meta service lets nobody in for up to a minute after a member was killed
     (test_a_pool_that_lets_nobody_in_holds_nobody_up). A pool that is lost later is joined again in the same way
-    (test_a_lost_pool_is_joined_again), also while nobody calls it (test_a_client_that_died_idle_is_noticed).
+    (test_a_lost_pool_is_joined_again), also while nobody calls it (test_a_client_that_died_idle_is_noticed,
+    test_a_client_that_hangs_idle_is_replaced_before_a_request_meets_it).
     """
 
     def __init__(self, open_pool: Callable[[], OpenPool], *, retry_s: float = 1.0) -> None:
@@ -72,7 +76,10 @@ class JoiningPool(WrappedPool):
             raise failures[0]
 
     def join(self) -> None:
-        """One try, if it is time for one and none is under way. Does not raise for a pool that is not there."""
+        """One try, if it is time for one and none is under way; whether a pool that was joined still answers.
+
+        Does not raise for a pool that is not there.
+        """
         if self._trying.acquire(blocking=False):
             try:
                 self._try()
@@ -88,8 +95,10 @@ class JoiningPool(WrappedPool):
             pool.close()
 
     def _try(self) -> None:
-        if (pool := self._pool) is not None and (cause := pool.ended()):
-            self._lose(pool, cause)
+        if (pool := self._pool) is not None:
+            pool.probe()
+            if cause := pool.ended():
+                self._lose(pool, cause)
         if self._pool is not None or time.monotonic() < self._retry_at:
             return
         self._leave_lost()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import signal
-import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ _DRAM = 1  # where objects are allocated
 _RETRY_INTERVAL_S = 0.05
 _RELEASE_SETTLES_S = 0.02
 _MAPPING_S = 2.0  # how long the memory of a member that has just joined may stay unmapped
-_CLOSE_DEADLINE_S = 2.5
 _DIAL_S = 2.0
 _KEYS_IN_MESSAGE = 4
 
@@ -207,16 +205,14 @@ class MemPool:
     def close(self) -> None:
         """Leave the pool, taking this process's memory out of it. Idempotent.
 
-        The wheel may keep the interpreter lock meanwhile, and can hang when another member was killed before; if it
-        lets the lock go, it is left to the end of the process after 2.5 s. `PoolProcess` bounds all of it.
+        The wheel may keep the interpreter lock meanwhile, and can hang when another member was killed before:
+        `PoolProcess` ends the process then.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
-        leaving = threading.Thread(target=self._store.close, name="leave pool", daemon=True)
-        leaving.start()
-        leaving.join(_CLOSE_DEADLINE_S)
+        self._store.close()
 
     def _copy(
         self, verb: str, pool: Sequence[int], memory: Sequence[int], sizes: Sequence[int], direction: int

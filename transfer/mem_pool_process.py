@@ -14,9 +14,11 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from math import inf
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+from transfer import hostcann
 from transfer.hostcann import shared
 from transfer.mem_pool import PoolError
 from transfer.mem_pool_messages import Answer, Call, Join, Leave, PoolOptions, SharedRegion
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 _LINES = 3  # calls at a time: saves, loads, and who looks whether the pool is back
 _JOIN_S = 90.0  # the meta service lets nobody in for up to a minute after a member was killed
 _LEAVE_S = 2.3  # it takes 2.1 s where nothing is wrong
+_PROBE_S = 5.0
 _END_S = 10.0
 
 
@@ -75,6 +78,15 @@ class PoolProcess:
         code = self._process.poll()
         return "" if code is None else f"the pool's client has ended with status {code}"
 
+    def probe(self) -> None:
+        """A client that nobody asks has to answer a call that does nothing, or is ended. Waits a few seconds for it.
+
+        So one that hangs is noticed before a call has to wait for it (test_an_idle_client_that_hangs_is_ended).
+        """
+        if self._lines.qsize() == _LINES:
+            with contextlib.suppress(PoolError):
+                self._call("save", (), (), (), within_s=_PROBE_S)
+
     def alloc(self, keys: Sequence[str], sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
         return cast("list[int]", self._call("alloc", keys, sizes, wait_s=wait_s))
 
@@ -106,7 +118,10 @@ class PoolProcess:
         return cast("list[bool]", self._call("remove", keys))
 
     def close(self) -> None:
-        """Leaves the pool; after a few seconds the process is ended without. Idempotent, and the last call."""
+        """Leaves the pool; after a few seconds the process is ended without. Idempotent, and the last call.
+
+        What a process that was ended had of the emulated driver's memory is removed.
+        """
         if self._life < 0:
             return
         with contextlib.suppress(OSError):
@@ -120,9 +135,11 @@ class PoolProcess:
         for line in [self._lines.get() for _ in range(_LINES)]:  # whoever waits for an answer gets none any more
             line.close()
             self._lines.put(line)
+        if self._process.returncode:
+            hostcann.sweep_own_root()
 
-    def _call(self, method: str, *positional: Any, **named: Any) -> Any:
-        deadline = time.monotonic() + self._call_s
+    def _call(self, method: str, *positional: Any, within_s: float = inf, **named: Any) -> Any:
+        deadline = time.monotonic() + min(self._call_s, within_s)
         try:
             line = self._lines.get(timeout=self._call_s)
         except queue.Empty:

@@ -91,6 +91,21 @@ def test_a_flipped_byte_in_the_pool_is_noticed_and_computed_again(slow: Cluster,
     )
 
 
+def test_a_client_that_hangs_idle_is_replaced_before_a_request_meets_it(slow: Cluster, oracle: Oracle) -> None:
+    ask(slow, oracle, LENGTH)
+    slow.wait_idle()
+    processes = slow.root / "processes"
+    before = len(list(processes.iterdir()))
+    client = slow.process_of("transfer.mem_pool_child")
+    client.suspend()
+    slow.wait_for(lambda: slow.worker(PREFILL).status.gauges["pool_up"] == 0, 15, lambda: "nobody notices")
+    slow.wait_for(lambda: not client.is_running(), 5, lambda: "the client is not ended")
+    slow.wait_for(lambda: slow.worker(PREFILL).status.gauges["pool_up"] == 1, 90, lambda: "the pool did not come back")
+    ask(slow, oracle, LENGTH)
+    assert cached(ask(slow, oracle, LENGTH)) > 0
+    assert len(list(processes.iterdir())) == before, "the client that was ended has left something"
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_the_pools_service_killed_in_the_middle_of_a_step_costs_no_answer(
     slow: Cluster, oracle: Oracle, hangs: bool

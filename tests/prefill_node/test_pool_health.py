@@ -110,6 +110,7 @@ class Door:
         self.open, self.pool, self.knocks, self.closed, self.end = False, MemoryPool(), 0, 0, ""
         self.pool.close = self.close
         self.pool.ended = lambda: self.end
+        self.pool.probe = lambda: None
 
     def __call__(self):
         self.knocks += 1
@@ -274,6 +275,17 @@ def test_a_client_that_died_idle_is_noticed():
     door.open, door.end = True, ""
     joining.join()
     assert joining.missing == ""
+
+
+def test_a_client_that_hangs_idle_is_noticed():
+    """What its probe has found counts at once."""
+    door = Door()
+    door.open = True
+    joining = JoiningPool(door, retry_s=60.0)
+    joining.join()
+    door.pool.probe = lambda: setattr(door, "end", "the pool's client has ended with status -9")
+    joining.join()
+    assert (joining.missing, door.knocks) == (door.end, 1)
 
 
 def test_a_pool_that_is_lost_again_and_again_is_joined_more_and_more_seldom():

@@ -71,6 +71,32 @@ def test_a_long_call_to_a_client_that_hangs_ends_too(service: Service) -> None:
         worker.run("pool.close()")
 
 
+def test_an_idle_client_that_hangs_is_ended(service: Service) -> None:
+    """One that answers, or is busy for longer than that, is left alone."""
+    with worker_of(service, call_s=20) as worker:
+        worker.run("client = pool.pid; began = time.monotonic(); pool.probe()")
+        assert worker.value("time.monotonic() - began") < 2
+        assert worker.value("pool.ended()") == ""
+        worker.run("slow = threading.Thread(target=lambda: pool.alloc(['a'], [100 << 20], wait_s=7)); slow.start()")
+        worker.run("os.kill(client, signal.SIGSTOP); time.sleep(0.2); began = time.monotonic(); pool.probe()")
+        assert worker.value("time.monotonic() - began") < 2
+        worker.run("os.kill(client, signal.SIGCONT); slow.join()")
+        assert worker.value("pool.ended()") == ""
+        worker.run("os.kill(client, signal.SIGSTOP); began = time.monotonic(); pool.probe()")
+        assert 4 < worker.value("time.monotonic() - began") < 8
+        assert "ended with status -9" in worker.value("pool.ended()")
+        worker.run("pool.close()")
+
+
+def test_what_a_killed_client_had_of_the_driver_is_removed(service: Service) -> None:
+    with worker_of(service, call_s=20) as worker:
+        processes = service.root / "processes"
+        before = set(processes.iterdir())
+        worker.run("os.kill(pool.pid, signal.SIGKILL); pool.close()")
+        assert len(before - set(processes.iterdir())) == 1
+        assert worker.value("byte(0)") == 1
+
+
 def test_a_client_does_not_outlive_its_worker(service: Service) -> None:
     with worker_of(service, call_s=20) as worker:
         client = psutil.Process(worker.value("pool.pid"))

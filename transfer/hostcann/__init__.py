@@ -106,6 +106,12 @@ def sweep(root: str | os.PathLike[str], *, keep: bool = False) -> int:
     return freed
 
 
+def sweep_own_root() -> None:
+    """`sweep`, with `keep`, of the root that this process runs over; nothing if it runs over a real driver."""
+    if root := os.environ.get("HOSTCANN_ROOT"):
+        sweep(root, keep=True)
+
+
 def counters(root: str | os.PathLike[str]) -> list[DeviceCounters]:
     """The counters of every device below `root`; an empty list before the first process has registered there."""
     folder = Path(root)
