@@ -248,23 +248,33 @@ class BatchReader:
         )
 
     def _begin(self, source: Source, announced: Announced) -> _Work:
-        """Checks a batch and claims its requests' blocks."""
-        batch, lease_end = announced.batch, announced.lease_end
-        work = _Work(batch, lease_end)
+        """Checks a batch and claims its requests' blocks. A defect there costs this batch, and no claim is left."""
+        work = _Work(announced.batch, announced.lease_end)
+        try:
+            self._check(source, work)
+        except Exception as defect:
+            log.exception("a batch of %s", source.map.name)
+            self._release(source, work)
+            work.refusal = repr(defect)
+        return work
+
+    def _check(self, source: Source, work: _Work) -> None:
+        batch = work.batch
         try:
             self._planner.check_batch(source.map, batch)
         except PullRefused as refusal:
             work.refusal = str(refusal)
             for entry in batch.entries:
                 self._requests.refuse(entry, source.map.part.member, source, work.refusal)
-            return work
-        wait_until = min(lease_end, time.monotonic() + self._registration_wait_s)
+            return
+        wait_until = min(work.lease_end, time.monotonic() + self._registration_wait_s)
         for entry in batch.entries:
             try:
                 request = self._requests.claim(entry, batch.member, batch.members, source, wait_until)
             except PullRefused as error:
                 work.errors[entry.request_id] = str(error)
                 continue
+            work.claims.append((entry, request))
             try:
                 self._requests.check_order(request, entry, batch.member, batch.layer)
                 planned = self._planner.entry(
@@ -273,12 +283,11 @@ class BatchReader:
             except PullRefused as error:
                 work.errors[entry.request_id] = str(error)
                 self._requests.fail(request, str(error))
+                work.claims.pop()
                 self._requests.ended(request)
                 continue
             work.copies.extend(planned)
-            work.claims.append((entry, request))
         work.nbytes = work.copies.nbytes()
-        return work
 
     def _carry_out(
         self,
@@ -327,7 +336,7 @@ class BatchReader:
     def _copy_together(self, source: Source, works: Sequence[_Work], meanwhile: Callable[[], None]) -> list[_Work]:
         """Reads several in one go. Returns what that does not settle, to be read alone: each fails for itself only."""
         left = min((work.lease_end for work in works), default=0.0) - time.monotonic()
-        if len(works) < 2 or left <= 0 or source.lost is not None:
+        if len(works) < 2 or left < self._read_timeout_s or source.lost is not None:
             return [*works]
         return self._attempt(source, works, left, meanwhile)
 

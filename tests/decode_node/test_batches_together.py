@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from sluice.v1 import wire_pb2
 
 from decode_node.batch_reader import TOGETHER
+from decode_node.pull_plan import PullPlanner, SourceMap
 from tests.decode_node.pull_rig import Node, Prefill
 from tests.kv_peers import CKV, LAYOUT, SLOT_OF_LAYER, Stats, entry, eventually
 from transfer.memfabric import Copies
@@ -73,6 +76,29 @@ def test_the_next_batches_are_checked_while_bytes_move(node: Node) -> None:
     assert prefill.errors() == {}
     assert "were never announced" in prefill.errors()["s"]
     assert [request for request, _, _ in refused] == ["s"]
+
+
+def test_a_defect_while_a_batch_is_checked_costs_that_batch_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is answered, and no claim is left, not even of the entry before."""
+    for number, request in enumerate("rst"):
+        node.expect(request, [number], [number])
+    prefill = node.prefill()
+    plan = PullPlanner.entry
+
+    def defective(planner: PullPlanner, source: SourceMap, layer: int, one: wire_pb2.ReadEntry, *rest: Any) -> object:
+        if one.request_id == "s":
+            raise IndexError("a defect")
+        return plan(planner, source, layer, one, *rest)
+
+    monkeypatch.setattr(PullPlanner, "entry", defective)
+    with reader_held(node, prefill):
+        prefill.offer(0, [entry("r", [0], indexer=[0])])
+        prefill.offer(1, [entry("r", [0]), entry("s", [0])])
+        prefill.offer(2, [entry("t", [0], indexer=[0])])
+    assert [prefill.errors() for _ in range(4)] == [{}, {}, {"": "IndexError('a defect')"}, {}]
+    for request in "rst":
+        node.puller.release(request)
+    assert {node.events.quiescent.get(timeout=5) for _ in "rst"} == {"r", "s", "t"}
 
 
 def test_of_batches_read_in_one_go_a_stale_one_fails_alone(node: Node) -> None:
@@ -177,6 +203,33 @@ def test_a_lease_that_ends_soon_cuts_no_other_batch_short(node: Node, monkeypatc
     assert "r" in prefill.errors()
     assert [prefill.errors(), prefill.errors()] == [{}, {}]
     assert deadlines[-1] == 2 * 5.0
+
+
+def test_a_lease_that_ran_down_during_the_read_before_cuts_no_other_batch_short(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read may take 5 s here, which the first of the two has when it is checked, but not when it is its turn."""
+    for number, request in enumerate("rs"):
+        node.expect(request, [number], [number])
+    prefill = node.prefill()
+    real, deadlines = node.engine.read, []
+
+    def read(session: str, copies: Copies, *, deadline_s: float, then: Copies | None = None, **rest: Any) -> Stats:
+        if then is not None:
+            deadlines.append(deadline_s)
+        return real(session, copies, deadline_s=deadline_s, then=then, **rest)
+
+    def last_long(session: str, sizes: Sequence[int]) -> None:
+        node.engine.after_read = lambda session, sizes: None
+        time.sleep(0.5)
+
+    monkeypatch.setattr(node.engine, "read", read)
+    with reader_held(node, prefill):
+        node.engine.after_read = last_long
+        prefill.offer(0, [entry("r", [0], indexer=[0])], lease_ms=5_400)
+        prefill.offer(1, [entry("s", [0])], lease_ms=60_000)
+    assert [prefill.errors() for _ in range(3)] == [{}] * 3
+    assert 0 < deadlines[1] < 5.0 and deadlines[2] == 5.0
 
 
 def test_what_was_read_well_is_answered_before_others_are_tried_again(node: Node) -> None:
