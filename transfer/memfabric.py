@@ -132,6 +132,7 @@ class MemFabricEngine:
         self._engine: Any = engine
         self.session_id = f"{host}:{engine.get_rpc_port()}"
         self._sessions: dict[str, _Session] = {}
+        self._leaving: list[_Session] = []  # forgotten, but a call of theirs may be under way
         self._lock = threading.Lock()
         self._closed = False
 
@@ -184,15 +185,19 @@ class MemFabricEngine:
         self.read(session_id, Copies([local], [remote], [nbytes]), deadline_s=deadline_s)
 
     def idle(self, session_id: str) -> bool:
-        """False while a read that missed its deadline may still write to its destination."""
+        """False while a read that missed its deadline may still write to its destination, also one of a session that
+        has been forgotten (test_a_read_goes_on_when_its_session_is_forgotten)."""
         with self._lock:
-            session = self._sessions.get(session_id)
-        return session is None or session.idle()
+            self._leaving = [session for session in self._leaving if not session.over()]
+            sessions = [*self._leaving, *self._sessions.values()]
+        return all(session.idle() for session in sessions if session.id == session_id)
 
     def forget(self, session_id: str) -> None:
         """Drop a session that will not be read again, for instance of a peer that has restarted."""
         with self._lock:
             session = self._sessions.pop(session_id, None)
+            if session is not None:
+                self._leaving.append(session)
         if session is not None:
             session.stop()
 
@@ -200,7 +205,7 @@ class MemFabricEngine:
         """Stop all sessions; reads after it fail. Idempotent. A thread stuck in the wheel is left to die with us."""
         with self._lock:
             self._closed = True
-            sessions, self._sessions = list(self._sessions.values()), {}
+            sessions, self._sessions = [*self._leaving, *self._sessions.values()], {}
         idle = [session.stop() for session in sessions]
         if all(idle):
             self._engine.unInitialize()
@@ -226,7 +231,7 @@ class _Session:
     """The calls to one peer, one at a time, in a thread that starts with the first of them."""
 
     def __init__(self, session_id: str) -> None:
-        self._id = session_id
+        self.id = session_id
         self._host, _, port = session_id.rpartition(":")
         if not self._host or not port.isdecimal():
             raise TransferError(f"session {session_id!r} is not host:port", session=session_id)
@@ -242,11 +247,15 @@ class _Session:
         """True when no call that missed its deadline is under way any more."""
         return not any(call.ended.locked() for call in tuple(self._given_up))
 
+    def over(self) -> bool:
+        """True when no call is under way, and, once it was told to stop, none will be."""
+        return self._thread is None or not self._thread.is_alive()
+
     def call(self, run: Callable[[], int], nbytes: int, deadline_s: float, meanwhile: Callable[[], None]) -> None:
         if self._broken:
             raise TransferError(
-                f"read of {nbytes} bytes from {self._id}: an earlier read missed its deadline, the session is broken",
-                session=self._id,
+                f"read of {nbytes} bytes from {self.id}: an earlier read missed its deadline, the session is broken",
+                session=self.id,
                 nbytes=nbytes,
             )
         if self._link is None or not self._link.is_up():
@@ -265,16 +274,16 @@ class _Session:
                 self._broken = True
         if not in_time:
             raise TransferTimeout(
-                f"read of {nbytes} bytes from {self._id} did not end within {deadline_s:g} s",
-                session=self._id,
+                f"read of {nbytes} bytes from {self.id} did not end within {deadline_s:g} s",
+                session=self.id,
                 nbytes=nbytes,
             )
         if call.error is not None or call.code != 0:
             self._link = None
             cause = str(call.error) if call.error is not None else f"code {call.code}"
             raise TransferError(
-                f"read of {nbytes} bytes from {self._id} failed: {cause}",
-                session=self._id,
+                f"read of {nbytes} bytes from {self.id} failed: {cause}",
+                session=self.id,
                 nbytes=nbytes,
                 code=call.code,
             ) from call.error
@@ -296,19 +305,19 @@ class _Session:
             dial(self._host, self._port, timeout_s)
         except PeerUnreachable as error:
             raise TransferError(
-                f"read of {nbytes} bytes from {self._id} failed: {error}", session=self._id, nbytes=nbytes
+                f"read of {nbytes} bytes from {self.id} failed: {error}", session=self.id, nbytes=nbytes
             ) from error
 
     def _ensure_thread(self) -> None:
         with self._start:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"read {self._id}", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name=f"read {self.id}", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             if self._broken:  # it waited behind the read that missed its deadline: its caller may be gone, too
-                call.error = TransferError("the session broke before this read began", session=self._id)
+                call.error = TransferError("the session broke before this read began", session=self.id)
             else:
                 try:
                     call.code = call.run()

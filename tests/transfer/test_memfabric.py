@@ -136,6 +136,31 @@ def test_a_session_that_nobody_serves_fails_at_once_and_a_silent_one_at_its_dead
             reader.run(f"read('{session}', {memory}, 4096)")
 
 
+def test_a_read_goes_on_when_its_session_is_forgotten(root: Path) -> None:
+    """As when a peer connects anew while a read over its former connection hangs: that one may write all the same."""
+    with engine(root, "decode", 0, 0) as reader, socket.create_server(("127.0.0.1", 0)) as silent:
+        reader.wait()
+        hanging = f"127.0.0.1:{silent.getsockname()[1]}"
+        reader.run(
+            f"""
+import threading
+late = []
+def attempt():
+    try:
+        read('{hanging}', memory, 4096, deadline_s=1.5)
+    except TransferError as error:
+        late.append(type(error).__name__)
+given_up = threading.Thread(target=attempt)
+given_up.start()
+time.sleep(0.2)"""
+        )
+        assert reader.value(f"engine.idle('{hanging}')") is True
+        reader.run(f"engine.forget('{hanging}'); given_up.join()")
+        assert reader.value("late") == ["TransferTimeout"]
+        assert reader.value(f"engine.idle('{hanging}')") is False
+        silent.close()  # which ends it
+
+
 def test_open_links_go_on_while_a_link_to_a_stopped_peer_is_opening(root: Path) -> None:
     """The wheel opens links one by one, in whatever thread: others cannot be opened until the stopped peer goes on."""
     with (
