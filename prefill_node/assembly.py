@@ -51,6 +51,7 @@ from transfer.pool_monitor import PoolMonitor
 
 LEASES_PER_STEP = 2  # what a step needs is leased for twice its longest time, and renewed at half of that
 CALL_PATIENCE = 1.5  # a pool call is given up after this many `pool.timeout_s`, before those who wait for it
+TELL_PATIENCE = 0.4  # a rank waits for rank 0's word that long, and with one call behind it less than those who wait
 MONITOR_S = 5.0  # a pool's service that takes longer to say how it is counts as restarted
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -148,7 +149,8 @@ def assemble(
         contextlib.closing(PoolLoader(pool, shape.object_layout, buffers, config.pool.timeout_s))
     )
     folder = config.runtime.run_dir or "."
-    told = saved_steps(folder, info.group, info.tp_rank, info.tp_size, config.pool.timeout_s, stack)
+    patience_s = TELL_PATIENCE * config.pool.timeout_s
+    told = saved_steps(folder, info.group, info.tp_rank, info.tp_size, patience_s, stack)
     saver = PoolSaver(
         pool,
         PoolObjects(

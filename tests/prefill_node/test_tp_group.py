@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.tp_channel import TpFollower, TpLeader
+from prefill_node.assembly import CALL_PATIENCE, TELL_PATIENCE
 from prefill_node.follower import follow
 from prefill_node.leader import RankLost
 from prefill_node.outcome import PrefillResult
@@ -32,12 +33,20 @@ class SecondClient(MemoryPool):
 class Group:
     """Two ranks that hold the whole model each: the protocol between them is real, the sums are not needed."""
 
-    def __init__(self, make_rig, run_dir):
+    def __init__(self, make_rig, run_dir, timeout_s=5.0):
         self.channel = TpLeader(run_dir, "group", 2)
         self.stack = contextlib.ExitStack()
-        tell, listen = (saved_steps(run_dir, "group", rank, 2, 5.0, self.stack) for rank in (0, 1))
-        self.rig = make_rig(channel=self.channel, tp_size=2, budget=32, saved_steps=tell)
-        self.other = make_rig(budget=32, pool=SecondClient(self.rig.pool), writes=False, saved_steps=listen)
+        tell, listen = (
+            saved_steps(run_dir, "group", rank, 2, TELL_PATIENCE * timeout_s, self.stack) for rank in (0, 1)
+        )
+        self.rig = make_rig(channel=self.channel, tp_size=2, budget=32, pool_timeout_s=timeout_s, saved_steps=tell)
+        self.other = make_rig(
+            budget=32,
+            pool=SecondClient(self.rig.pool),
+            pool_timeout_s=timeout_s,
+            writes=False,
+            saved_steps=listen,
+        )
         self.follower = TpFollower(run_dir, "group", 1)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=follow, args=(self.other.rank, self.follower, self.stopping))
@@ -139,6 +148,24 @@ def test_a_pool_that_fails_on_one_rank_only_spoils_no_answer(group, dense, rank,
     group.rig.submit("new", prompt(90, seed=1))
     group.rig.run("again", "new")
     group.assert_right(dense, {"again": prompt(100), "new": prompt(90, seed=1)})
+
+
+@pytest.mark.parametrize("on_rank_0", [False, True])
+def test_a_pool_that_hangs_ends_no_process(make_rig, tmp_path, dense, on_rank_0):
+    """On rank 1, or on both; each call ends after one and a half `pool.timeout_s`."""
+    with contextlib.closing(Group(make_rig, tmp_path, timeout_s=1.0)) as group:
+
+        def hang(*arguments, **options):
+            time.sleep(CALL_PATIENCE * 1.0)
+            raise PoolError("the pool did not answer in time; its client was ended")
+
+        group.other.pool.exists = group.other.pool.lease = hang
+        if on_rank_0:
+            group.rig.pool.finish = hang
+        group.rig.submit("a", prompt(100))
+        group.rig.run("a")
+        group.assert_right(dense, {"a": prompt(100)})
+        assert group.started_over == 1
 
 
 def test_a_follower_waits_for_the_saves_of_earlier_steps_and_not_for_ever(tmp_path):
