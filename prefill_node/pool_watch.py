@@ -47,6 +47,9 @@ class PoolWatch:
     A client that outlives its service cannot allocate where it remembers objects of the old one, so it is replaced
     (test_a_client_is_replaced_with_its_service). A pool that was down is up again without a request that tries it
     (test_a_pool_that_is_back_is_noticed_without_a_request). Requests never wait for this thread.
+
+    Nobody leaves or joins while the service does not answer: a client that has to be killed because it cannot leave
+    keeps everybody out for a minute (test_nobody_leaves_or_joins_a_pool_whose_service_is_silent).
     """
 
     def __init__(self, joining: Joining, guarded: Guarded, monitor: Monitor, *, period_s: float) -> None:
@@ -66,7 +69,7 @@ class PoolWatch:
     @property
     def missing(self) -> str:
         """Why the pool cannot be used, as far as this thread sees; empty if it can."""
-        return self._joining.missing or self._silent
+        return self._silent or self._joining.missing
 
     def close(self) -> None:
         """Ends the thread; one that is busy with a pool that hangs is left behind."""
@@ -79,7 +82,8 @@ class PoolWatch:
             if self._restarts != self._monitor.restarts:
                 self._restarts = self._monitor.restarts
                 self._joining.renew("its service was restarted")
-            self._joining.join()
+            if not self._silent:
+                self._joining.join()
             if not self.missing:
                 self._guarded.look()
 

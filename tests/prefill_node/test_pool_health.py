@@ -240,6 +240,24 @@ def test_a_client_is_replaced_with_its_service():
     assert (door.knocks, door.closed) == (2, 2)
 
 
+def test_nobody_leaves_or_joins_a_pool_whose_service_is_silent():
+    door, service_door = Door(), Door()
+    door.open = service_door.open = True
+    joining, service = JoiningPool(door, retry_s=0.0), Service(service_door)
+    joining.join()
+    watch = PoolWatch(joining, GuardedPool(joining), service, period_s=0.01)
+    eventually(lambda: watch.usage is not None)
+    service_door.open = False
+    service.restarts += 1
+    eventually(lambda: "was restarted" in joining.missing)
+    time.sleep(0.1)
+    assert (door.knocks, door.closed) == (1, 0)
+    service_door.open = True
+    eventually(lambda: (door.knocks, door.closed) == (2, 1) and not watch.missing)
+    watch.close()
+    joining.close()
+
+
 def test_a_lost_pool_is_joined_again():
     """Its client is left behind, whoever notices and however many do."""
     first, second = Door(), Door()
