@@ -8,7 +8,7 @@ from decode_node.events import Delivered, Ended, Grown, Released, Reserved
 from decode_node.finish import FinishReason
 from decode_node.kv_room import MAIN
 from decode_node.scheduler import Phase
-from tests.decode_node.test_scheduler import WORD, Bench
+from tests.decode_node.scheduler_bench import WORD, Bench
 
 
 def preempted(bench: Bench) -> list[str]:

@@ -1,188 +1,22 @@
-"""The scheduler alone: admission, quarantine, completion, leases; no tensors and no clock."""
+"""The scheduler alone: from a reservation to its end, with quarantine, completion and leases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from decode_node.events import (
     Delivered,
     Ended,
-    Event,
     Failure,
     FailureKind,
     GeneratedToken,
-    Refused,
     Released,
-    Reserved,
 )
-from decode_node.finish import FinishReason, FinishRules
-from decode_node.kv_room import HOT_ROWS, INDEXER, MAIN
-from decode_node.scheduler import DecodeRequest, Phase, Scheduler, SchedulerLimits
-from engine.kv_cache import CacheSpec, KVCacheManager
-from engine.sampling_params import SamplingParams
-
-BLOCK, BLOCKS, ROWS, RANKS, LEASE = 4, 10, 3, 2, 5.0
-EOS = 2
-WORD = GeneratedToken(9)
-
-
-class Bench:
-    """A scheduler with `RANKS` ranks, and shorthands."""
-
-    def __init__(self, blocks: int = BLOCKS, rows: int = ROWS, max_waiting: int = 4, headroom: int = 0) -> None:
-        specs = {MAIN: CacheSpec(BLOCK, blocks), INDEXER: CacheSpec(BLOCK, BLOCKS), HOT_ROWS: CacheSpec(1000, rows)}
-        limits = SchedulerLimits(RANKS, max_waiting, blocks * BLOCK, LEASE, headroom_tokens=headroom)
-        self.scheduler = Scheduler(KVCacheManager(specs), limits)
-
-    def submit(
-        self,
-        rid: str,
-        prompt: int = 5,
-        deadline: float = 1e9,
-        now: float = 0.0,
-        resumed: bool = False,
-        **sampling: Any,
-    ) -> None:
-        rules = FinishRules(SamplingParams(**{"max_tokens": 3, **sampling}), frozenset({EOS}), 1000)
-        self.scheduler.submit(DecodeRequest(rid, prompt, rules, deadline, resumed), now)
-
-    def events(self) -> list[Event]:
-        return self.scheduler.take_events()
-
-    def generation(self, rid: str) -> int:
-        return next(e.generation for e in self.events() if isinstance(e, Reserved) and e.request_id == rid)
-
-    def start(self, rid: str, **options: Any) -> int:
-        """Brings a request to RUNNING with one token; returns its generation."""
-        self.submit(rid, **options)
-        generation = self.generation(rid)
-        self.scheduler.prefilled(rid, WORD, 0.0)
-        for rank in range(RANKS):
-            self.scheduler.pull_ended(rid, generation, rank, None, 0.0)
-        assert [state.request.request_id for state in self.scheduler.running()][-1] == rid
-        self.events()
-        return generation
-
-    def step(self) -> list[str]:
-        """One decode step: who took part in it."""
-        states = self.scheduler.next_step(0.0)
-        for state in states:
-            self.scheduler.commit(state.request.request_id, WORD, 0.0)
-        return [state.request.request_id for state in states]
-
-    def drain(self, rid: str, generation: int) -> None:
-        for rank in range(RANKS):
-            self.scheduler.quiescent(rid, generation, rank, 0.0)
-
-    def used(self) -> dict[str, int]:
-        return {name: usage.used for name, usage in self.scheduler.usage().items()}
-
-
-NOTHING = {MAIN: 0, INDEXER: 0, HOT_ROWS: 0}
-
-
-def failure_of(event: Event) -> Failure:
-    assert isinstance(event, Ended)
-    assert isinstance(event.outcome, Failure)
-    return event.outcome
-
-
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("prompt", "max_tokens", "blocks"), [(5, 30, 2), (7, 1, 2), (8, 30, 3), (8, 1, 3)])
-def test_a_reservation_covers_prompt_and_first_step(prompt: int, max_tokens: int, blocks: int) -> None:
-    bench = Bench()
-    bench.submit("a", prompt=prompt, max_tokens=max_tokens)
-    (event,) = bench.events()
-    assert isinstance(event, Reserved)
-    assert (event.request_id, event.prompt_tokens) == ("a", prompt)
-    assert len(event.main_blocks) == len(event.indexer_blocks) == blocks
-    assert bench.used() == {MAIN: blocks, INDEXER: blocks, HOT_ROWS: 1}
-
-
-@pytest.mark.parametrize(("blocks", "rows"), [(4, 3), (10, 1)])
-def test_a_request_holds_every_region_or_none(blocks: int, rows: int) -> None:
-    """Whichever region is short, the second request gets nothing, and everything once the first one has left."""
-    bench = Bench(blocks=blocks, rows=rows)
-    first = bench.start("a", prompt=9)
-    held = bench.used()
-    bench.submit("b", prompt=9)
-    assert bench.used() == held
-    assert bench.events() == []
-    assert bench.scheduler.count(Phase.WAITING) == 1
-    bench.scheduler.abort("a", 0.0)
-    bench.drain("a", first)
-    assert bench.used() == {MAIN: 3, INDEXER: 3, HOT_ROWS: 1}
-    assert bench.scheduler.count(Phase.RESERVED) == 1
-
-
-def test_waiting_is_first_come_first_served() -> None:
-    """A small request does not overtake the head of the queue, which could otherwise starve."""
-    bench = Bench()
-    first = bench.start("big", prompt=29)
-    bench.submit("big-too", prompt=29)
-    bench.submit("small", prompt=1)
-    assert bench.scheduler.count(Phase.WAITING) == 2
-    bench.scheduler.abort("big", 0.0)
-    bench.drain("big", first)
-    reserved = [event.request_id for event in bench.events() if isinstance(event, Reserved)]
-    assert reserved == ["big-too", "small"]
-
-
-def test_a_waiting_request_that_leaves_lets_the_next_one_in() -> None:
-    bench = Bench()
-    bench.start("a", prompt=21)
-    bench.submit("big", prompt=29)
-    bench.submit("small", prompt=1)
-    bench.scheduler.abort("big", 0.0)
-    bench.scheduler.reserve(0.0)
-    assert isinstance(bench.events()[0], Ended)
-    assert bench.scheduler.count(Phase.RESERVED) == 1
-
-
-def test_what_can_never_fit_is_refused_at_once() -> None:
-    bench = Bench()
-    with pytest.raises(Refused, match=r"request a: 38 prompt tokens \+ max_tokens = 3 can never fit.*at most 40"):
-        bench.submit("a", prompt=38)
-    bench.submit("a", prompt=37)
-    assert bench.scheduler.count(Phase.RESERVED) == 1
-
-
-def test_a_full_queue_refuses() -> None:
-    bench = Bench(max_waiting=1)
-    bench.start("a", prompt=37)
-    bench.submit("b")
-    with pytest.raises(Refused, match=r"request c: 1 requests already wait.*decode.max_waiting") as refused:
-        bench.submit("c")
-    assert refused.value.failure.kind is FailureKind.QUEUE_FULL
-    assert bench.scheduler.count(Phase.WAITING) == 1
-
-
-def test_an_id_is_refused_until_its_last_block_is_free() -> None:
-    bench = Bench()
-    generation = bench.start("a")
-    with pytest.raises(Refused, match="request a: a request with this id has not left yet"):
-        bench.submit("a")
-    bench.scheduler.abort("a", 0.0)
-    with pytest.raises(Refused, match="has not left yet"):
-        bench.submit("a")
-    bench.drain("a", generation)
-    bench.submit("a")
-    again = bench.events()[-1]
-    assert isinstance(again, Reserved)
-    assert again.generation > generation
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(Refused, match="request a: the prompt is empty"):
-        Bench().submit("a", prompt=0)
-
-
-# -- loading ---------------------------------------------------------------------------------------------------------
+from decode_node.finish import FinishReason
+from decode_node.scheduler import Phase
+from tests.decode_node.scheduler_bench import EOS, LEASE, NOTHING, RANKS, WORD, Bench, failure_of
 
 
 @pytest.mark.parametrize("order", ["token first", "pulls first"])
