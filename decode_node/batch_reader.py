@@ -9,13 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from sluice.v1 import wire_pb2
 
+from decode_node.batch_queue import Announced, BatchQueue
 from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefused, SourceMap
 from decode_node.pull_requests import PullRequest, PullRequests
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 
 log = logging.getLogger(__name__)
 _ALIVE_S = 5.0  # longest wait for a sign of life before a link is opened
@@ -26,18 +28,6 @@ _FIRST_PAUSE_S = 0.05  # before a failed read is tried again; each further pause
 
 
 Reply: TypeAlias = wire_pb2.ReadDone | wire_pb2.ReadFailed
-
-
-class Announced(NamedTuple):
-    """A batch and when it came, in monotonic seconds."""
-
-    batch: wire_pb2.ReadReady
-    received_at: float
-
-    @property
-    def lease_end(self) -> float:
-        """In monotonic seconds."""
-        return self.received_at + self.batch.lease_ms / 1000
 
 
 class ReadStats(Protocol):
@@ -61,12 +51,12 @@ class ReadEngine(Protocol):
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> ReadStats:
         """Raises when not all bytes have arrived within ``deadline_s`` seconds.
 
-        ``then``: what is read when all of the former has arrived; not in the statistics. ``meanwhile``: work of the
-        caller's that is done while bytes move, on its thread and within the deadline.
+        ``then``: what is read when all of the former has arrived; not in the statistics. ``meanwhile``: what this
+        thread does while bytes move.
         """
         ...
 
@@ -135,6 +125,7 @@ class _Work:
     tried: bool = False  # whether any read of it has begun
     problem: str | None = None  # of all claims
     errors: dict[str, str] = field(default_factory=dict)  # by request
+    answered: bool = False
 
 
 class BatchReader:
@@ -178,40 +169,44 @@ class BatchReader:
             return f"{self._planner.name} cannot read memory of {source.map.name} ({source.map.session_id}): {error}"
         return None
 
-    def read(
-        self, source: Source, first: Announced, more: Callable[[], Announced | None], answer: Callable[[Reply], None]
-    ) -> None:
-        """Reads batches, in order, until there are no ``more``; ``answer`` is called once for each, when it is over.
+    def read(self, source: Source, first: Announced, queue: BatchQueue, answer: Callable[[Reply], None]) -> None:
+        """Reads ``first`` and what waits in the queue, in order; ``answer`` is called once for each, when it is over.
 
         Those that can be read in one go are (of these, the ones to be read again are answered after the others), and
         while bytes move the next ones are checked. Never raises for what the peer sent or the engine did.
         """
         held = [first]
 
-        def gather(before: Sequence[_Work]) -> list[_Work]:
-            works: list[_Work] = []
-            while len(works) < TOGETHER and (announced := held.pop() if held else more()) is not None:
-                if not self._may_join(before, works, announced):
+        def gather(works: list[_Work], before: Sequence[_Work], end: float) -> None:
+            """Begins what is there, or comes until `end` or a nudge, and may be read together."""
+            while len(works) < TOGETHER:
+                if not held and (announced := queue.poll(end - time.monotonic())) is not None:
                     held.append(announced)
+                if not held or not self._may_join(before, works, held[0]):
                     break
-                works.append(self._begin(source, announced))
-            return works
+                works.append(_Work(*held.pop()))
+                self._begin(source, works[-1])
 
-        group = gather([])
-        while group:
+        group: list[_Work] = []
+        while True:
             following: list[_Work] = []
-
-            def meanwhile(group: list[_Work] = group, following: list[_Work] = following) -> None:
-                if not following:
-                    following += gather(group)
-
             try:
+                gather(group, (), 0)
+                if not group:
+                    return
+                queue.arm()
+                meanwhile = Meanwhile(partial(gather, following, group), queue.nudge)
                 self._carry_out(source, group, answer, meanwhile)
-            except BaseException:
-                for work in following:
+            except Exception as failure:  # a defect must not leave prefill waiting
+                log.exception("batches of %s", source.map.name)
+                lost = [*group, *following, *(_Work(*announced) for announced in held)]
+                for work in lost:
                     self._release(source, work)
-                raise
-            group = following or gather([])
+                    if not work.answered:
+                        answer(wire_pb2.ReadFailed(sequence=work.batch.sequence, error=repr(failure)))
+                following = []
+                held.clear()
+            group = following
 
     def settle(self) -> None:
         """Ends the quarantine of abandoned reads that are over by now."""
@@ -247,18 +242,20 @@ class BatchReader:
             soonest - time.monotonic() >= self._read_timeout_s and sum(work.nbytes for work in works) < _TOGETHER_BYTES
         )
 
-    def _begin(self, source: Source, announced: Announced) -> _Work:
-        """Checks a batch and claims its requests' blocks. A defect there costs this batch, and no claim is left."""
-        work = _Work(announced.batch, announced.lease_end)
+    def _begin(self, source: Source, work: _Work) -> None:
+        """Checks a batch and claims its requests' blocks. Does not raise: a defect is the batch's refusal."""
         try:
-            self._check(source, work)
+            self._claim(source, work)
         except Exception as defect:
-            log.exception("a batch of %s", source.map.name)
-            self._release(source, work)
+            log.exception("layer %d from %s", work.batch.layer, source.map.name)
             work.refusal = repr(defect)
-        return work
+            work.copies = Descriptors()
+            for _, request in work.claims:
+                self._requests.fail(request, work.refusal)
+            self._release(source, work)
+        work.nbytes = work.copies.nbytes()
 
-    def _check(self, source: Source, work: _Work) -> None:
+    def _claim(self, source: Source, work: _Work) -> None:
         batch = work.batch
         try:
             self._planner.check_batch(source.map, batch)
@@ -287,14 +284,13 @@ class BatchReader:
                 self._requests.ended(request)
                 continue
             work.copies.extend(planned)
-        work.nbytes = work.copies.nbytes()
 
     def _carry_out(
         self,
         source: Source,
         works: Sequence[_Work],
         answer: Callable[[Reply], None],
-        meanwhile: Callable[[], None],
+        meanwhile: Meanwhile,
     ) -> None:
         """Those still to be read alone come last, and with them the batch that ends a request of theirs."""
         try:
@@ -309,7 +305,8 @@ class BatchReader:
                         self._requests.fail(request, error)
                         work.errors[entry.request_id] = error
                 self._release(source, work)
-                answer(self._reply(source, work))
+                reply, work.answered = self._reply(source, work), True
+                answer(reply)
         finally:
             for work in works:
                 self._release(source, work)
@@ -333,14 +330,14 @@ class BatchReader:
         self._requests.arrived(request, entry, batch.member, batch.layer)
         return self._requests.finish(request, batch.member) if entry.request_id in batch.finished else None
 
-    def _copy_together(self, source: Source, works: Sequence[_Work], meanwhile: Callable[[], None]) -> list[_Work]:
+    def _copy_together(self, source: Source, works: Sequence[_Work], meanwhile: Meanwhile) -> list[_Work]:
         """Reads several in one go. Returns what that does not settle, to be read alone: each fails for itself only."""
         left = min((work.lease_end for work in works), default=0.0) - time.monotonic()
         if len(works) < 2 or left < self._read_timeout_s or source.lost is not None:
             return [*works]
         return self._attempt(source, works, left, meanwhile)
 
-    def _copy(self, source: Source, work: _Work, meanwhile: Callable[[], None]) -> None:
+    def _copy(self, source: Source, work: _Work, meanwhile: Meanwhile) -> None:
         """Tries until it is settled, at least once; sets the work's problem: why its requests must not use what was
         copied, or None."""
         work.problem = work.problem or "the lease ended before the read could begin"
@@ -356,9 +353,7 @@ class BatchReader:
         if work.problem is not None:
             work.problem = source.lost or work.problem
 
-    def _attempt(
-        self, source: Source, works: Sequence[_Work], left_s: float, meanwhile: Callable[[], None]
-    ) -> list[_Work]:
+    def _attempt(self, source: Source, works: Sequence[_Work], left_s: float, meanwhile: Meanwhile) -> list[_Work]:
         """Reads all of these, then their generations; sets their problems. Returns those worth another attempt."""
         copies = Descriptors()
         for work in works:
@@ -404,7 +399,7 @@ class BatchReader:
         copies: Copies,
         timeout_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> ReadStats:
         session = source.map.session_id
         if source.suspect:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Callable
 
 from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
 from decode_node.scheduler import RequestState
 from engine.config import FaultsSection
 from engine.faults import dice, injected
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 
 
 class HostRowEraser:
@@ -62,7 +61,7 @@ class UnreliableReads:
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> ReadStats:
         time.sleep(self._faults.read_delay_s)
         fails = self._draws.random() < self._faults.read_failure

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import zmq
 from sluice.v1 import registry_pb2, wire_pb2
 
+from decode_node.batch_queue import Announced, BatchQueue
 from decode_node.batch_reader import (
     SOURCE_SCRATCH_BYTES,
-    Announced,
     BatchReader,
     Counts,
     PullCounters,
     ReadEngine,
-    Reply,
     Source,
 )
 from decode_node.liveness import Liveness
@@ -49,18 +48,8 @@ class _Peer:
     source: Source
     liveness: Liveness
     sequences: Sequences = field(default_factory=Sequences)
-    batches: queue.SimpleQueue[Announced | None] = field(default_factory=queue.SimpleQueue)
+    batches: BatchQueue = field(default_factory=BatchQueue)
     thread: threading.Thread | None = None
-
-    def take(self, *, wait: bool) -> Announced | None:
-        """The batch to be read next; None when the peer is lost, or there is none and it is not to be waited for."""
-        try:
-            announced = self.batches.get(block=wait)
-        except queue.Empty:
-            return None
-        if announced is None:
-            self.batches.put(None)  # for the next call
-        return announced
 
 
 class Puller:
@@ -253,7 +242,7 @@ class Puller:
                 error = f"no hand-shake was made with {self._worker_id} on this connection"
                 self._replies.append((identity, wire_pb2.ReadFailed(sequence=body.sequence, error=error)))
             elif peer.sequences.is_new(body.sequence):
-                peer.batches.put(Announced(body, time.monotonic()))
+                peer.batches.put(Announced(body, time.monotonic() + body.lease_ms / 1000))
             else:
                 self._counts.add(duplicate_batches=1)
         else:
@@ -301,7 +290,7 @@ class Puller:
         log.warning("source lost: %s", reason)
         del self._peers[peer.identity]
         peer.source.lost = reason
-        peer.batches.put(None)
+        peer.batches.close()
         self._leaving.append(peer)
         self._requests.fail_source(peer.source, peer.source.map.part.member, reason)
 
@@ -334,29 +323,8 @@ class Puller:
     def _pull(self, peer: _Peer) -> None:
         error = self._reader.open(peer.source, _OPEN_SHARE * self._handshake_timeout_s)
         self._post(peer.identity, wire_pb2.HelloReply(error=error or "", epoch=self._epoch))
-        while (first := peer.take(wait=True)) is not None:
-            self._read_from(peer, first)
-
-    def _read_from(self, peer: _Peer, first: Announced) -> None:
-        """Reads until no batch waits."""
-        unanswered = [first.batch.sequence]
-
-        def more() -> Announced | None:
-            announced = peer.take(wait=False)
-            if announced is not None:
-                unanswered.append(announced.batch.sequence)
-            return announced
-
-        def answer(reply: Reply) -> None:
-            unanswered.remove(reply.sequence)
-            self._post(peer.identity, reply)
-
-        try:
-            self._reader.read(peer.source, first, more, answer)
-        except Exception as failure:  # a defect here must not leave prefill waiting
-            log.exception("batches of %s", peer.source.map.name)
-            for sequence in tuple(unanswered):
-                answer(wire_pb2.ReadFailed(sequence=sequence, error=repr(failure)))
+        while (first := peer.batches.take()) is not None:
+            self._reader.read(peer.source, first, peer.batches, partial(self._post, peer.identity))
 
     def _post(self, identity: bytes, body: Body) -> None:
         self._replies.append((identity, body))

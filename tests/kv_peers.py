@@ -13,7 +13,7 @@ from sluice.v1 import registry_pb2, wire_pb2
 
 from decode_node.pull_plan import LayerMemory, TensorMemory
 from transfer.layout import block_bytes, kinds_of, kv_layout
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 
 CKV, K_ROPE = wire_pb2.TENSOR_KIND_CKV, wire_pb2.TENSOR_KIND_K_ROPE
 INDEXER_KEY = wire_pb2.TENSOR_KIND_INDEXER_KEY
@@ -130,7 +130,7 @@ class LocalEngine:
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> Stats:
         """What comes then is for the hooks and the record a read of its own."""
         sizes = copies.sizes
@@ -138,7 +138,8 @@ class LocalEngine:
         self.reads.append((session_id, list(sizes)))
         for to, source, size in zip(*copies, strict=True):
             ctypes.memmove(to, source, size)
-        meanwhile()
+        if meanwhile is not None:
+            meanwhile.work(time.monotonic())
         self.after_read(session_id, sizes)
         if then is not None:
             self.read(session_id, then, deadline_s=deadline_s)

@@ -19,7 +19,8 @@ import torch
 from sluice.v1 import wire_pb2
 
 from decode_node import batch_reader, pull_requests
-from decode_node.batch_reader import TOGETHER, Announced, BatchReader, Counts, Reply, Source
+from decode_node.batch_queue import Announced, BatchQueue
+from decode_node.batch_reader import TOGETHER, BatchReader, Counts, Reply, Source
 from decode_node.pull_plan import LayerMemory, PullPlanner, TensorMemory
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences
@@ -31,7 +32,7 @@ from prefill_node.publisher import Publisher
 from prefill_node.reuse_gate import ReuseGate
 from tests.kv_peers import CKV, K_ROPE, Stats, small_layout
 from tests.model_parts import Anything, Blocked, Chooser, Clock, Condition, Seen
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 
 CELL = 16  # bytes of a block of either tensor
 LEASE_S, JUMP_S = 10.0, 11.0
@@ -74,6 +75,15 @@ class _Reader(BatchReader):
 
     def _stale(self, batch: wire_pb2.ReadReady, generation: int, what: str) -> str | None:
         return super()._stale(batch, generation, what) if self.mutation.generation_check else None
+
+
+class _Queue(BatchQueue):
+    def __init__(self, next_one: Callable[[], Announced | None]) -> None:
+        super().__init__()
+        self._next_one = next_one
+
+    def poll(self, timeout_s: float) -> Announced | None:
+        return self._next_one()
 
 
 class _Words(GenerationWords):
@@ -235,12 +245,10 @@ class World:
             batch = self._announced[number]
             if self._sequences.is_new(batch.sequence) or not self._mutation.read_once:
                 # Its lease counts from now: decode may believe that it has more time than prefill gives it.
-                announced.append(Announced(batch, self._clock.now))
+                announced.append(Announced(batch, self._clock.now + batch.lease_ms / 1000))
         unanswered = {batch.sequence: batch.layer for batch, _ in announced}
         self._waiting = announced
-
-        def more() -> Announced | None:
-            return self._take(numbers) if self._waiting and self._choose(2) else None
+        queue = _Queue(lambda: self._take(numbers) if self._waiting and self._choose(2) else None)
 
         def answer(reply: Reply) -> None:
             layer = unanswered.pop(reply.sequence)
@@ -250,7 +258,7 @@ class World:
             self._acknowledged.append(0)
 
         while self._waiting:
-            self.reader.read(self._source, self._take(numbers), more, answer)
+            self.reader.read(self._source, self._take(numbers), queue, answer)
         self._reading = ()
         if unanswered:
             raise Violation("a batch is never answered")
@@ -288,22 +296,23 @@ class World:
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> Stats:
         is_word = copies.remote[0] == self.words.address
-        busy_with = meanwhile
+        busy_with = meanwhile.work if meanwhile is not None else None
         for place, (to, there, size) in enumerate(zip(*copies, strict=True)):
             target = to - ctypes.addressof(self._scratch if is_word else self.received)
-            if busy_with is not nothing and (not self._waiting or self._choose(2)):
-                busy_with()
-                busy_with = nothing
+            if busy_with is not None and (not self._waiting or self._choose(2)):
+                busy_with(self._clock.now)
+                busy_with = None
             self._between((*self._reading, self._left.failures, is_word, target, len(copies.local) - place))
             if not is_word:
                 self._maybe_fail(list(zip(copies.local, copies.remote, strict=True))[place:])
             if self._freed and not is_word:
                 raise Violation("a read wrote into the blocks of another request")
             ctypes.memmove(to, there, size)
-        busy_with()
+        if busy_with is not None:
+            busy_with(self._clock.now)
         if then is not None:
             self.read(session_id, then, deadline_s=deadline_s)
         return Stats(sum(copies.sizes), len(copies.sizes), len(copies.sizes))

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from transfer.peer_link import PeerLink, PeerUnreachable, dial
@@ -53,8 +53,13 @@ class Copies(NamedTuple):
 NOTHING = Copies((), (), ())
 
 
-def nothing() -> None:
-    """What a caller does meanwhile who only waits."""
+class Meanwhile(NamedTuple):
+    """What the caller of a read does while bytes move."""
+
+    work: Callable[[float], None]
+    """Called on its own thread, with the deadline in monotonic seconds, by which it must have come back."""
+    over: Callable[[], None]
+    """Called on another thread when the bytes have landed: work that only waits should end now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +163,14 @@ class MemFabricEngine:
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> ReadStats:
         """Make all copies; returns when their bytes have landed.
 
         `then`: further copies, the first of which begins when all of those have landed; not in the statistics.
-        `meanwhile`: called by this thread while they are made. Safe from several threads; reads on one session run one
-        after the other. Raises TransferTimeout after `deadline_s` seconds (never before `meanwhile` is over),
-        TransferError when the peer refuses or is gone.
+        `meanwhile`: what this thread does while they are made. Safe from several threads; reads on one session run one
+        after the other. Raises TransferTimeout after `deadline_s` seconds, TransferError when the peer refuses or is
+        gone.
         """
         merged = coalesce(copies)
         calls = [each for each in (merged, coalesce(then or NOTHING)) if each.sizes]
@@ -217,12 +222,20 @@ class MemFabricEngine:
             return self._sessions.setdefault(session_id, _Session(session_id))
 
 
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(slots=True)
 class _Call:
-    """`ended` is locked until the call has come back; a lock wakes its waiter sooner than an Event does."""
+    """`begun` and `ended` are locked until then; a lock wakes its waiter sooner than an Event does."""
 
     run: Callable[[], int]
-    ended: threading.Lock
+    over: Callable[[], None] | None
+    begun: threading.Lock = field(default_factory=_locked)
+    ended: threading.Lock = field(default_factory=_locked)
     code: int | None = None
     error: Exception | None = None
 
@@ -251,7 +264,7 @@ class _Session:
         """True when no call is under way, and, once it was told to stop, none will be."""
         return self._thread is None or not self._thread.is_alive()
 
-    def call(self, run: Callable[[], int], nbytes: int, deadline_s: float, meanwhile: Callable[[], None]) -> None:
+    def call(self, run: Callable[[], int], nbytes: int, deadline_s: float, meanwhile: Meanwhile | None) -> None:
         if self._broken:
             raise TransferError(
                 f"read of {nbytes} bytes from {self.id}: an earlier read missed its deadline, the session is broken",
@@ -261,12 +274,13 @@ class _Session:
         if self._link is None or not self._link.is_up():
             self._dial(nbytes, min(deadline_s, _DIAL_S))
         self._ensure_thread()
-        call = _Call(run, threading.Lock())
-        call.ended.acquire()
+        call = _Call(run, meanwhile.over if meanwhile else None)
         end = time.monotonic() + deadline_s
         self._calls.put(call)
         try:
-            meanwhile()
+            # Work done before the other thread has the interpreter would only keep the bytes from moving.
+            if meanwhile is not None and call.begun.acquire(timeout=deadline_s):
+                meanwhile.work(end)
         finally:
             in_time = call.ended.acquire(timeout=max(0.0, end - time.monotonic()))
             if not in_time:
@@ -316,6 +330,7 @@ class _Session:
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
+            call.begun.release()
             if self._broken:  # it waited behind the read that missed its deadline: its caller may be gone, too
                 call.error = TransferError("the session broke before this read began", session=self.id)
             else:
@@ -324,3 +339,5 @@ class _Session:
                 except Exception as error:  # reported to the caller, who waits for it
                     call.error = error
             call.ended.release()
+            if call.over is not None:
+                call.over()

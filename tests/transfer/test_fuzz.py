@@ -6,7 +6,7 @@ import ctypes
 import resource
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sluice.v1 import client_pb2, registry_pb2, wire_pb2, worker_pb2
 
-from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, Announced, BatchReader, Counts, Reply, Source
+from decode_node.batch_queue import Announced, BatchQueue
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Counts, Reply, Source
 from decode_node.pull_plan import PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.kv_peers import LAYOUT, NUM_SLOTS, SLOT_OF_LAYER, LocalEngine, Memory, Stats
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 from transfer.wire import MAX_MESSAGE_BYTES, Body, WireError, decode, encode
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ class GuardedEngine(LocalEngine):
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> Stats:
         for to, source, size in zip(*copies, strict=True):
             inside = _within(self._destinations, to, size) and _within(self._sources, source, size)
@@ -170,7 +171,7 @@ def test_no_announcement_moves_a_byte_from_or_to_anywhere_else(batch: wire_pb2.R
     )
     source = Source(planner.source(hello()), ctypes.addressof(scratch), lambda _: True)
     replies: list[Reply] = []
-    reader.read(source, Announced(batch, now), lambda: None, replies.append)
+    reader.read(source, Announced(batch, now + batch.lease_ms / 1000), BatchQueue(), replies.append)
     (reply,) = replies
     assert reply.sequence == batch.sequence
     if isinstance(reply, wire_pb2.ReadFailed):

@@ -33,7 +33,7 @@ def engine(root: Path, role: str, device: int, fill: int, *, offset: int = 0) ->
     child = Worker(root)
     child.start(
         f"""
-import ctypes, time
+import ctypes, threading, time
 from transfer.hostcann import runtime
 from transfer.memfabric import Copies, MemFabricEngine, TransferError
 memory = runtime.malloc({device}, {SIZE})
@@ -195,24 +195,33 @@ def test_what_is_read_then_is_not_in_the_statistics_but_arrives(root: Path) -> N
 
 
 def test_a_read_is_over_when_its_caller_hears_of_what_failed_meanwhile(root: Path) -> None:
-    """And one that ended while its caller was busy has not missed its deadline."""
+    """What the caller does meanwhile is told when the bytes have landed, and makes no read late that was not."""
     with engine(root, "decode", 1, 0) as reader, engine(root, "prefill", 0, 5) as source:
         reader.wait(), source.wait()
         session, there = address_of(source)
         reader.run(f"engine.warm('{session}', memory, {there})")
         reader.run(
-            f"""
-seen = []
-def fail():
-    seen.append(engine.idle('{session}'))
+            """
+from transfer.memfabric import Meanwhile
+over, ended = [], threading.Event()
+def landed():
+    over.append(True)
+    ended.set()
+def wait(deadline):
+    over.append(ended.wait(deadline - time.monotonic()))
+def fail(deadline):
     raise KeyError('meanwhile')
 """
         )
         one = f"'{session}', Copies([memory], [{there}], [{SIZE}])"
         with pytest.raises(WorkerError, match="meanwhile"):
-            reader.run(f"engine.read({one}, deadline_s=20.0, meanwhile=fail)")
-        assert reader.value(f"[*seen, byte({SIZE - 1})]") == [True, 5]
-        assert reader.value(f"engine.read({one}, deadline_s=0.2, meanwhile=lambda: time.sleep(0.5)).bytes") == SIZE
+            reader.run(f"engine.read({one}, deadline_s=20.0, meanwhile=Meanwhile(fail, landed))")
+        assert reader.value(f"[engine.idle('{session}'), byte({SIZE - 1})]") == [True, 5]
+        reader.run("ended.clear(), over.clear()")
+        assert reader.value(f"engine.read({one}, deadline_s=20.0, meanwhile=Meanwhile(wait, landed)).bytes") == SIZE
+        assert reader.value("over") == [True, True]
+        late = "Meanwhile(lambda deadline: time.sleep(0.5), landed)"
+        assert reader.value(f"engine.read({one}, deadline_s=0.2, meanwhile={late}).bytes") == SIZE
 
 
 def test_only_device_memory_can_take_part(root: Path) -> None:
