@@ -14,7 +14,8 @@ from sluice.v1 import wire_pb2
 from decode_node.batch_reader import TOGETHER
 from decode_node.pull_plan import PullPlanner, SourceMap
 from tests.decode_node.pull_rig import Node, Prefill
-from tests.kv_peers import CKV, LAYOUT, SLOT_OF_LAYER, Stats, entry, eventually
+from tests.kv_peers import CKV, K_ROPE, LAYOUT, SLOT_OF_LAYER, Stats, entry, eventually
+from transfer.checksum import checksums
 from transfer.memfabric import Copies
 
 SINGLE = 48  # bytes of a block of ckv and k_rope
@@ -133,6 +134,31 @@ def test_batches_that_cannot_be_read_in_one_go_are_read_one_by_one(node: Node) -
     assert prefill.errors() == {}
     assert "code -1" in prefill.errors()["r"]
     assert prefill.errors() == {}
+
+
+def test_a_request_ends_after_those_of_its_batches_that_are_read_again(node: Node) -> None:
+    node.expect("r", [0], [0])
+    prefill = node.prefill()
+
+    def damage(session: str, sizes: Sequence[int]) -> None:
+        if sum(sizes) == SINGLE or WORD in sizes:
+            return
+        node.engine.after_read = lambda session, sizes: None
+        node.memory.buffers[1, CKV][0] = bytes([node.memory.buffers[1, CKV].raw[0] ^ 1])
+
+    with reader_held(node, prefill):
+        node.engine.after_read = damage
+        for layer in range(LAYOUT.num_layers):
+            one = entry("r", [2], indexer=[2] if layer in LAYOUT.indexer_layers else [])
+            if layer == 1:
+                one.summed_main.append(0)
+                tensors = [prefill.memory.tensor(1, kind) for kind in (CKV, K_ROPE)]
+                sizes = [each.block_bytes for each in tensors]
+                one.main_sums.extend(checksums([each.address + 2 * each.block_bytes for each in tensors], sizes))
+            prefill.offer(layer, [one], ["r"] if layer == LAYOUT.num_layers - 1 else [])
+    assert [prefill.errors() for _ in range(1 + LAYOUT.num_layers)] == [{}] * (1 + LAYOUT.num_layers)
+    assert node.events.next_terminal() == ("r", 1, None)
+    assert node.puller.counters().wrong_checksums == node.puller.counters().read_retries == 1
 
 
 def test_what_was_read_together_with_a_new_beginning_does_not_count(node: Node) -> None:
