@@ -6,21 +6,21 @@ import ctypes
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from sluice.v1 import wire_pb2
 
 from decode_node import batch_reader
-from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, Announced, BatchReader, Counts, Reply, Source
+from decode_node.batch_queue import Announced, BatchQueue
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Counts, Reply, Source
 from decode_node.pull_plan import PullPlanner
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.decode_node.pull_rig import GENERATION
 from tests.kv_peers import CKV, EPOCH, INDEXER_KEY, K_ROPE, LAYOUT, NUM_SLOTS, SLOT_OF_LAYER, Memory, Stats, entry
 from transfer.checksum import checksums
 from transfer.layout import kinds_of
-from transfer.memfabric import Copies, nothing
+from transfer.memfabric import Copies, Meanwhile
 
 BLOCKS, BATCHES = 12, 150
 SOURCE = Memory(8, 1)
@@ -69,7 +69,7 @@ class Engine:
         *,
         deadline_s: float,
         then: Copies | None = None,
-        meanwhile: Callable[[], None] = nothing,
+        meanwhile: Meanwhile | None = None,
     ) -> Stats:
         if self._broken:
             raise OSError("an earlier read missed its deadline")
@@ -80,7 +80,8 @@ class Engine:
             raise OSError("nothing was copied")
         owners = self._lives.owners(copies)
         require(-1 not in owners, "a read into blocks that nobody has reserved")
-        meanwhile()
+        if meanwhile is not None:
+            meanwhile.work(time.monotonic())
         self._lives.happen()
         if fate < 0.5:
             self._move(copies, self._rng.randrange(len(copies.local)))
@@ -111,6 +112,17 @@ class Engine:
     def _move(copies: Copies, count: int | None = None) -> None:
         for to, source, size in list(zip(*copies, strict=True))[:count]:
             ctypes.memmove(to, source, size)
+
+
+class Announcements(BatchQueue):
+    """Made when they are asked for."""
+
+    def __init__(self, lives: Lives) -> None:
+        super().__init__()
+        self._lives = lives
+
+    def poll(self, timeout_s: float) -> Announced | None:
+        return self._lives.more()
 
 
 class Lives:
@@ -149,7 +161,7 @@ class Lives:
         while len(self.announced) < BATCHES:
             self.happen()
             if first := self.announce():
-                self.reader.read(self.source, first, self.more, self.answer)
+                self.reader.read(self.source, first, Announcements(self), self.answer)
             assert self.answers == Counter(self.announced)
         self.engine.end_late()
         self.reader.settle()
@@ -207,7 +219,7 @@ class Lives:
             entries=entries,
             finished=[stay.request for stay in members if stay.told],
         )
-        return Announced(batch, time.monotonic())
+        return Announced(batch, time.monotonic() + batch.lease_ms / 1000)
 
     def entry(self, stay: Stay) -> wire_pb2.ReadEntry:
         """The next one of a request; sometimes one that begins again, or that is wrong."""
