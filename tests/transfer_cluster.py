@@ -16,7 +16,6 @@ from sluice.v1 import worker_pb2
 
 from decode_node import faults as decode_faults
 from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
-from decode_node.puller import Puller
 from engine.config import FaultsSection
 from prefill_node.block_sums import stamp_for
 from prefill_node.generation import GenerationWords
@@ -37,6 +36,7 @@ from tests.kv_peers import (
     entry,
     eventually,
 )
+from tests.started_puller import started_puller
 from transfer import faults as transfer_faults
 from transfer.layout import kinds_of
 
@@ -113,8 +113,7 @@ class DecodeRank:
         self.scratch = (ctypes.c_ubyte * (8 * SOURCE_SCRATCH_BYTES))()
         self._contributors = contributors
         worker_id = f"decode-{group}/dp0/tp{rank}"
-        self.puller = Puller(
-            bind="tcp://127.0.0.1:*",
+        self.puller = started_puller(
             worker_id=worker_id,
             epoch=EPOCH,
             layout=LAYOUT,
@@ -123,15 +122,11 @@ class DecodeRank:
             memory=self.memory.layer_memory(host),
             engine=decode_faults.reader(self.engine, faults, worker_id),
             scratch_address=ctypes.addressof(self.scratch),
-            read_timeout_s=5.0,
-            read_retries=2,
-            handshake_timeout_s=5.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
             max_sources=8,
             outlet=transfer_faults.outlet(faults, worker_id),
         )
-        self.puller.start()
 
     def expect(self, request: str, *, lease_s: float = 30.0) -> None:
         self.puller.expect(request, 1, MAIN, INDEXER, self._contributors, wanted=range(len(MAIN)), lease_s=lease_s)

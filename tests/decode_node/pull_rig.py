@@ -9,7 +9,6 @@ import zmq
 from sluice.v1 import wire_pb2
 
 from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
-from decode_node.puller import Puller
 from tests.kv_peers import (
     EPOCH,
     LAYOUT,
@@ -20,6 +19,7 @@ from tests.kv_peers import (
     Memory,
     entry,
 )
+from tests.started_puller import started_puller
 from transfer.wire import Body, Monitored, dealer, decode, encode
 
 GENERATION = 41
@@ -118,25 +118,17 @@ class Node:
         self.events = Events()
         self.memory = Memory(10)
         self.scratch = (ctypes.c_ubyte * (4 * SOURCE_SCRATCH_BYTES))()
-        self.puller = Puller(
-            bind="tcp://127.0.0.1:*",
-            worker_id="decode-0/dp0/tp0",
+        self.puller = started_puller(
             epoch=EPOCH,
             layout=LAYOUT,
-            tp_rank=0,
-            tp_size=1,
             memory=self.memory.layer_memory(),
             engine=self.engine,
             scratch_address=ctypes.addressof(self.scratch),
-            read_timeout_s=5.0,
-            read_retries=2,
-            handshake_timeout_s=5.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
             max_sources=4,
             registration_wait_s=0.3,
         )
-        self.puller.start()
 
     def prefill(self, *, rank: int = 0, tp: int = 1, greet: bool = True) -> Prefill:
         prefill = Prefill(self.context, self.puller.address, rank=rank, tp=tp)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
 from decode_node.pull_plan import LayerMemory, TensorMemory
-from decode_node.puller import Puller
 from prefill_node.link import Endpoint, SourceInfo
 from prefill_node.publisher import Publisher
 from tests.kv_peers import LocalEngine, eventually
+from tests.started_puller import started_puller
 from transfer.layout import kv_layout
 
 BLOCKS = 96
@@ -56,13 +56,9 @@ class PullingReader:
         self._engine = LocalEngine()
         self._engine.before_read = self._wait
         self._scratch = torch.zeros(8 * SOURCE_SCRATCH_BYTES, dtype=torch.uint8)
-        self.puller = Puller(
-            bind="tcp://127.0.0.1:*",
-            worker_id="decode-0/dp0/tp0",
+        self.puller = started_puller(
             epoch=EPOCH,
             layout=layout,
-            tp_rank=0,
-            tp_size=1,
             memory=[
                 LayerMemory(
                     _memory(layer["ckv"]),
@@ -73,14 +69,10 @@ class PullingReader:
             ],
             engine=self._engine,
             scratch_address=self._scratch.data_ptr(),
-            read_timeout_s=5.0,
-            read_retries=2,
-            handshake_timeout_s=5.0,
             on_terminal=lambda request_id, generation, error: self._ended.__setitem__(request_id, error),
             on_quiescent=lambda request_id: None,
             max_sources=8,
         )
-        self.puller.start()
         self.publisher = Publisher(
             SourceInfo(
                 worker_id="prefill-0/tp0",

@@ -25,6 +25,7 @@ from engine.config import SluiceConfig, load_config
 from engine.device import Device
 from tests.model.dense_backend import DenseBackend
 from tests.model.runner import Runner
+from tests.started_puller import started_puller
 from transfer.memfabric import MemFabricEngine
 
 PROMPTS = {"long": 300, "aligned": 64, "short": 37, "one": 1}
@@ -85,8 +86,7 @@ class Reader:
         for tensor in (*self.ckv, *self.k_rope, *keys.values(), scratch):
             engine.register(tensor.data_ptr(), tensor.nbytes)
         ended: dict[str, str | None] = {}
-        puller = Puller(
-            bind="tcp://127.0.0.1:*",
+        puller = started_puller(
             worker_id=f"decode-0/dp0/tp{tp_rank}",
             epoch=f"epoch-{tp_rank}",
             layout=layout,
@@ -104,7 +104,6 @@ class Reader:
             on_terminal=lambda request_id, generation, error: ended.__setitem__(request_id, error),
             on_quiescent=lambda request_id: None,
         )
-        puller.start()
         return Rank(device, puller, ended)
 
     async def prefill(self, stub: Any, name: str, prompt: list[int], blocks: list[int]) -> tuple[int, list[str | None]]:

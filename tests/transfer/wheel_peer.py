@@ -16,7 +16,6 @@ import torch
 from sluice.v1 import worker_pb2
 
 from decode_node.batch_reader import SOURCE_SCRATCH_BYTES
-from decode_node.puller import Puller
 from prefill_node.generation import GenerationWords
 from prefill_node.link import Endpoint, SourceInfo, TransferRefused
 from prefill_node.publisher import Publisher
@@ -33,6 +32,7 @@ from tests.kv_peers import (
     Memory,
     entry,
 )
+from tests.started_puller import started_puller
 from transfer.host_pool import HostPool
 from transfer.hostcann.runtime import malloc
 from transfer.memfabric import MemFabricEngine
@@ -147,23 +147,16 @@ class DecodePeer:
         pool = Region(self.pool.address, POOL_BYTES)
         self.host, self.device = Memory(10, None, pool.take), Memory(10, None, region.take)
         self.events = Events()
-        self.puller = Puller(
-            bind="tcp://127.0.0.1:*",
-            worker_id="decode-0/dp0/tp0",
+        self.puller = started_puller(
             epoch=EPOCH,
             layout=LAYOUT,
-            tp_rank=0,
-            tp_size=1,
             memory=self.device.layer_memory(self.host),
             engine=engine,
             scratch_address=pool.take(64 * SOURCE_SCRATCH_BYTES),
-            read_timeout_s=5.0,
-            read_retries=2,
             handshake_timeout_s=10.0,
             on_terminal=self.events.on_terminal,
             on_quiescent=self.events.quiescent.put,
         )
-        self.puller.start()
 
     def address(self) -> str:
         return self.puller.address
