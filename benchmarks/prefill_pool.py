@@ -1,4 +1,4 @@
-"""The pool's speed as prefill uses it: one layer of a step's blocks at a time, at real sizes, against memcpy.
+"""The pool's speed as prefill uses it: its own parts save and load a step's layers, at real sizes, against memcpy.
 
 `python -m benchmarks.prefill_pool META_URL CONFIG_STORE_URL` is the member that measures, over the emulated driver.
 """
@@ -14,32 +14,42 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from sluice.v1 import registry_pb2
 
-from benchmarks.harness import Row, Timing, row_of
+from benchmarks.harness import Row, row_of, time_in_turns
 from benchmarks.prefill_side import CONFIG
 from deploy.launcher import DeploymentFailed
 from deploy.ports import can_connect
 from deploy.processes import driver_environment, pool_service
 from deploy.resolve import resolved
 from engine.config import load_config
-from prefill_node.block_checksums import broken, seal
+from engine.device import Device
+from prefill_node.block_keys import Writers, block_keys
+from prefill_node.generation import GenerationWords
 from prefill_node.geometry import KvGeometry
-from prefill_node.pool_layout import CHECKSUM_BYTES, Copy, PoolObjectLayout, TensorAddress
-from transfer.hostcann import runtime
+from prefill_node.joining_pool import JoiningPool
+from prefill_node.layer_buffers import LayerBuffers
+from prefill_node.plan import plan_layer_buffers
+from prefill_node.pool_client import PoolClient
+from prefill_node.pool_health import GuardedPool
+from prefill_node.pool_layout import PoolObjectLayout
+from prefill_node.pool_loader import PoolLoader
+from prefill_node.pool_objects import Held, PoolObjects
+from prefill_node.pool_saver import PoolSaver
+from prefill_node.prefetch import Prefetcher
+from prefill_node.reuse_gate import ReuseGate
+from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
 from transfer.mem_pool_messages import PoolOptions
 from transfer.mem_pool_process import PoolProcess
 
 _LAYERS = 8
 _TOKENS = 2048  # of a step
-_ROUNDS = 20
 _MODEL_ROWS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "rope_dim": 64,
@@ -48,9 +58,11 @@ _MODEL_ROWS: dict[str, Any] = {
 }  # DeepSeek-V3.2, bfloat16
 _BLOCK_SIZES = (16, 128)
 _GOAL = 0.5
-_REGION = 16 << 20  # device memory of a layer
-_LEASE_MS = 60_000
+_ROUNDS, _BUDGET_S = 20, 1.0
+_CALL_S = 30
+_LEASE_S = 60.0
 _POOL_BYTES = 256 << 20
+_REQUEST = "benchmark"
 
 
 def pool_rows(console: Console) -> list[Row]:
@@ -85,87 +97,90 @@ def pool_rows(console: Console) -> list[Row]:
             service.wait()
 
 
-def _seconds(call: Callable[[int], object]) -> Timing:
-    """Of one layer, by layers in turns, so that no copy finds its bytes in a cache."""
-    spent = []
-    for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        for layer in range(_LAYERS):
-            call(layer)
-        spent.append((time.perf_counter() - begin) / _LAYERS)
-    return Timing.of(spent[1:])
-
-
 class _Step:
-    """The blocks of a step of `_TOKENS` tokens: every layer's lie in a region of device memory and in pool objects."""
+    """The blocks of one step, saved and loaded by the worker's own parts; each layer has a buffer of its own."""
 
-    def __init__(self, block_size: int, pool: PoolProcess, memory: int, *, checksums: bool) -> None:
+    def __init__(self, block_size: int, pool: PoolClient, device: Device, *, checksums: bool) -> None:
         geometry = KvGeometry(block_size=block_size, indexer_layers=frozenset(range(_LAYERS)), **_MODEL_ROWS)
-        self._pool = pool
-        self._layout = PoolObjectLayout(geometry, _LAYERS, checksums=checksums)
-        self._blocks = list(range(_TOKENS // block_size))
-        self._planes = [size for size in geometry.layer_block(0) if size]
-        self._tensors = [self._places(memory + layer * _REGION) for layer in range(_LAYERS)]
-        self._words = [self._words_behind(tensors[-1]) for tensors in self._tensors] if checksums else None
+        layout = PoolObjectLayout(geometry, _LAYERS, checksums=checksums)
+        plan = plan_layer_buffers(_LAYERS, "all", 1)
+        blocks = tuple(range(_TOKENS // block_size))
+        self.buffers = LayerBuffers(device, plan, geometry, len(blocks), torch.bfloat16, checksums=checksums)
+        self._gate = ReuseGate(_LAYERS, GenerationWords(self.buffers.generation_words), save_grace_s=_CALL_S)
+        objects = PoolObjects(pool, Writers(0, 1), layout.object_bytes, _LEASE_S)
+        self._saver = PoolSaver(pool, objects, layout, self.buffers, self._gate, writes=True, timeout_s=_CALL_S)
+        self._loader = PoolLoader(pool, layout, self.buffers, _CALL_S)
+        self._prefetcher = Prefetcher(plan, self._gate, self._loader)
+        tokens = tuple(range(_TOKENS))
+        named = registry_pb2.KvLayout(fingerprint="0" * 16, block_size=block_size)
+        keys = block_keys(named, tokens, checksums=checksums)
+        self._chunk = Chunk(_REQUEST, 0, tokens, 2 * _TOKENS, blocks, blocks, keys=keys)
+        self._chunks = [self._chunk]
+        self._earlier: dict[str, Callable[[], Held]] = {}
+        self._copy = ctypes.create_string_buffer(_LAYERS * self.layer_bytes)
         self._what = f"blocks of {block_size} tokens" + ("" if checksums else ", without checksums")
-        self.keys = [f"{self._what} {block:04}" for block in self._blocks]
-        self._objects = pool.alloc(self.keys, [self._layout.object_bytes] * len(self.keys))
 
     @property
     def layer_bytes(self) -> int:
-        return sum(self._planes) * len(self._blocks)
+        return self.buffers.geometry.layer_block(0).total * len(self._chunk.main_blocks)
 
-    def put(self, layer: int) -> None:
-        if self._words is not None:
-            seal(layer, self.keys, self._words[layer], self._tensors[layer], self._blocks, self._blocks)
-        copy = self._copy(layer)
-        self._pool.save(copy.pool, copy.device, copy.sizes)
+    def rows(self) -> list[Row]:
+        """Objects can be saved to until they are finished, and loaded from afterwards. Raises PoolError."""
+        for address, nbytes in self.buffers.regions():
+            ctypes.memset(address, 1, nbytes)
+        self._saver.begin_step(self._chunks)
+        put = self._row("put", self._put)
+        self._saver.end_step(self._chunks, ())
+        held = self._saver.hold(_REQUEST, self._chunk.keys)()
+        # Rows that have no names are not confirmed to be in their place: that takes a call a step, not one a layer.
+        self._earlier = {_REQUEST: lambda: held._replace(names=())}
+        get = self._row("get", self._get)
+        self._saver.release(_REQUEST, distrust=True)
+        for part in (self._prefetcher, self._loader, self._saver):
+            part.close()
+        return [put, get]
 
-    def get(self, layer: int) -> None:
-        copy = self._copy(layer)
-        self._pool.load(copy.pool, copy.device, copy.sizes)
-        if self._words is not None and broken(
-            layer, self.keys, self._words[layer], self._tensors[layer], self._blocks, self._blocks
-        ):
-            raise PoolError("what came back is not what was saved")
+    def _put(self, run: int) -> None:
+        """Every layer, as a step does that computes in no time."""
+        for layer in range(_LAYERS):
+            self._saver.save(layer, self._chunks)
+        last_first = range(_LAYERS - 1, -1, -1)  # whoever computes meanwhile would not wake up for each
+        for failure in itertools.chain.from_iterable(map(self._gate.wait, last_first)):
+            raise PoolError(failure.reason)
 
-    def row(self, verb: str, memcpy: Timing, timing: Timing) -> Row:
-        ratio = memcpy.median / timing.median
-        pieces = len(self._planes) * len(self._blocks)
+    def _get(self, run: int) -> None:
+        """Every layer, as a step does that computes in no time."""
+        self._prefetcher.begin([replace(self._chunk, start=_TOKENS, takes_prefix=True)], self._earlier)
+        for layer in range(_LAYERS - 1, -1, -1):
+            if causes := self._prefetcher.ready(layer):
+                raise PoolError(causes[_REQUEST])
+            self._prefetcher.computed(layer)
+
+    def _memcpy(self, run: int) -> None:
+        for layer, (address, _) in enumerate(self.buffers.regions()):
+            ctypes.memmove(ctypes.addressof(self._copy) + layer * self.layer_bytes, address, self.layer_bytes)
+
+    def _row(self, verb: str, copies: Callable[[int], None]) -> Row:
+        """All layers each time, so that no copy finds its bytes in a cache."""
+        pair = time_in_turns(copies, self._memcpy, budget_s=_BUDGET_S, now=time.perf_counter, least=_ROUNDS)
+        nbytes = _LAYERS * self.layer_bytes
+        ratio = 1 / pair.ratio.median
+        parts = sum(size > 0 for size in self.buffers.geometry.layer_block(0))
+        pieces = parts * len(self._chunk.main_blocks)
         return Row(
             f"pool {verb}, {self._what}, over memcpy",
-            self.layer_bytes / timing.median / 1e9,
+            nbytes / pair.subject.median / 1e9,
             "GB/s",
-            self.layer_bytes / memcpy.median / 1e9,
+            nbytes / pair.baseline.median / 1e9,
             ratio,
             f">= {_GOAL}x",
             ratio >= _GOAL,
-            (memcpy.median / timing.high, memcpy.median / timing.low),
-            f"a layer of {_TOKENS} tokens in {pieces} pieces of {self.layer_bytes // pieces} bytes on average",
+            (1 / pair.ratio.high, 1 / pair.ratio.low),
+            f"{_LAYERS} layers of {_TOKENS} tokens, each {pieces} pieces of {self.layer_bytes // pieces} bytes or so",
         )
-
-    def _places(self, address: int) -> list[TensorAddress]:
-        tensors = []
-        for size in self._planes:
-            tensors.append(TensorAddress(address, size))
-            address += size * len(self._blocks)
-        return tensors
-
-    def _words_behind(self, last: TensorAddress) -> Tensor:
-        address = last.address + last.block_bytes * len(self._blocks)
-        memory = (ctypes.c_char * (CHECKSUM_BYTES * len(self._blocks))).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.int32)
-
-    def _copy(self, layer: int) -> Copy:
-        tensors = self._tensors[layer]
-        if self._words is not None:
-            tensors = [*tensors, TensorAddress(self._words[layer].data_ptr(), CHECKSUM_BYTES)]
-        return self._layout.copy(layer, tensors, self._blocks, self._blocks, self._objects)
 
 
 def _measure(meta_url: str, config_store_url: str) -> list[Row]:
-    memory = runtime.malloc(0, _LAYERS * _REGION)
-    ctypes.memset(memory, 1, _LAYERS * _REGION)
     options = PoolOptions(
         meta_url=meta_url,
         config_store_url=config_store_url,
@@ -173,26 +188,22 @@ def _measure(meta_url: str, config_store_url: str) -> list[Row]:
         dram_bytes=_POOL_BYTES,
         world_size=2,
         protocol="host_shm",
-        timeout_s=30,
+        timeout_s=_CALL_S,
     )
-    pool = PoolProcess(options, [(memory, _LAYERS * _REGION)], call_s=30)
-    plain = ctypes.create_string_buffer(_LAYERS * _REGION)
-    rows = []
-    for block_size, checksums in itertools.product(_BLOCK_SIZES, (True, False)):
-        step = _Step(block_size, pool, memory, checksums=checksums)
-        put = _seconds(step.put)
-        pool.finish(step.keys)  # objects can be loaded only when they are finished, and saved to only until then
-        pool.lease(step.keys, _LEASE_MS)
-        get = _seconds(step.get)
-        memcpy = _seconds(partial(_plain_copy, ctypes.addressof(plain), memory, step.layer_bytes))
-        rows += [step.row("put", memcpy, put), step.row("get", memcpy, get)]
-        pool.remove(step.keys)
-    pool.close()
+    device = Device(0)
+
+    def open_pool() -> PoolProcess:
+        regions = itertools.chain.from_iterable(step.buffers.pool_regions() for step in steps)
+        return PoolProcess(options, list(regions), call_s=_CALL_S)
+
+    joining = JoiningPool(open_pool)
+    pool = GuardedPool(joining)
+    shapes = itertools.product(_BLOCK_SIZES, (True, False))
+    steps = [_Step(block_size, pool, device, checksums=checksums) for block_size, checksums in shapes]
+    joining.join()
+    rows = [row for step in steps for row in step.rows()]
+    joining.close()
     return rows
-
-
-def _plain_copy(target: int, source: int, nbytes: int, layer: int) -> None:
-    ctypes.memmove(target + layer * _REGION, source + layer * _REGION, nbytes)
 
 
 def main() -> None:

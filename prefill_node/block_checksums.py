@@ -6,63 +6,57 @@ as well: around a restart of the pool's service its memory has two owners for a 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefill_node.pool_layout import TensorAddress
 from transfer.checksum import BlocksOf, block_checksums
 
 
-def seal(
-    layer: int,
-    keys: Sequence[str],
-    words: Tensor,
-    tensors: Sequence[TensorAddress],
-    main_blocks: Sequence[int],
-    indexer_blocks: Sequence[int],
-) -> None:
-    """Writes the checksum of block `i` of the three lists to `words[indexer_blocks[i]]`.
+class NamedBlocks(NamedTuple):
+    """Blocks of one prompt, in the form that native code takes: made once a step, used for every layer."""
 
-    `keys`: see `block_keys`. `tensors` are the layer's: ckv, k_rope and, if it has them, index keys and scales.
-    `words`: [blocks] int32.
+    keys: NDArray[np.uint8]  # [blocks, bytes of a key]
+    main: NDArray[np.int64]  # [blocks], where the ckv and k_rope of each are
+    indexer: NDArray[np.int64]  # [blocks], where the rest is
+
+    @staticmethod
+    def of(keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> NamedBlocks:
+        """`keys`: see `block_keys`. Raises ValueError when they are not equally long, as one prompt's are."""
+        names = "".join(keys).encode()
+        if any(len(key) * len(keys) != len(names) for key in keys):
+            raise ValueError(f"keys of different lengths: {sorted({len(key) for key in keys})}")
+        return NamedBlocks(
+            np.frombuffer(names, dtype=np.uint8).reshape(len(keys), len(names) // max(1, len(keys))),
+            np.array(main_blocks, dtype=np.int64),
+            np.array(indexer_blocks, dtype=np.int64),
+        )
+
+
+def seal(layer: int, blocks: NamedBlocks, words: Tensor, tensors: Sequence[TensorAddress]) -> None:
+    """Writes the checksum of each block to `words[blocks.indexer]`.
+
+    `tensors` are the layer's: ckv, k_rope and, if it has them, index keys and scales. `words`: [blocks] int32.
     """
-    if not keys:
-        return
-    words[torch.tensor(indexer_blocks)] = _checksums(layer, keys, tensors, main_blocks, indexer_blocks)
+    if len(blocks.keys):
+        words.numpy()[blocks.indexer] = _checksums(layer, blocks, tensors)
 
 
-def broken(
-    layer: int,
-    keys: Sequence[str],
-    words: Tensor,
-    tensors: Sequence[TensorAddress],
-    main_blocks: Sequence[int],
-    indexer_blocks: Sequence[int],
-) -> list[int]:
-    """Indices into the three lists of the blocks whose rows do not have the checksum stored with them."""
-    if not keys:
+def broken(layer: int, blocks: NamedBlocks, words: Tensor, tensors: Sequence[TensorAddress]) -> list[int]:
+    """Indices into `blocks` of those whose rows do not have the checksum stored with them."""
+    if not len(blocks.keys):
         return []
-    stored = words[torch.tensor(indexer_blocks)]
-    wrong = stored != _checksums(layer, keys, tensors, main_blocks, indexer_blocks)
-    return [index for index, is_wrong in enumerate(wrong.tolist()) if is_wrong]
+    wrong: list[int] = np.flatnonzero(words.numpy()[blocks.indexer] != _checksums(layer, blocks, tensors)).tolist()
+    return wrong
 
 
-def _checksums(
-    layer: int,
-    keys: Sequence[str],
-    tensors: Sequence[TensorAddress],
-    main_blocks: Sequence[int],
-    indexer_blocks: Sequence[int],
-) -> Tensor:
-    """[len(keys)] int32. Keys are equally long: they are one prompt's."""
-    names = "".join(keys).encode()
-    if any(len(key) * len(keys) != len(names) for key in keys):
-        raise ValueError(f"layer {layer}: keys of different lengths: {sorted({len(key) for key in keys})}")
-    memory = (ctypes.c_char * len(names)).from_buffer_copy(names)
-    parts = [BlocksOf(ctypes.addressof(memory), len(names) // len(keys), range(len(keys)))]
+def _checksums(layer: int, blocks: NamedBlocks, tensors: Sequence[TensorAddress]) -> NDArray[np.int32]:
+    count, key_bytes = blocks.keys.shape
+    parts = [BlocksOf(blocks.keys.ctypes.data, key_bytes, np.arange(count))]
     for which, tensor in enumerate(tensors):
-        parts.append(BlocksOf(*tensor, indexer_blocks if which >= 2 else main_blocks))
-    return torch.frombuffer(block_checksums(layer, len(keys), parts), dtype=torch.int32)
+        parts.append(BlocksOf(*tensor, blocks.indexer if which >= 2 else blocks.main))
+    return block_checksums(layer, count, parts).view(np.int32)

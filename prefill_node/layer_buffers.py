@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.indexer_cache import IndexerCache
 from prefill_node import block_checksums
+from prefill_node.block_checksums import NamedBlocks
 from prefill_node.geometry import REGION_ALIGNMENT, KvGeometry, round_up
 from prefill_node.plan import LayerBufferPlan
 from prefill_node.pool_layout import TensorAddress
@@ -96,19 +97,15 @@ class LayerBuffers:
         """Where the parts of `layer`'s pool objects lie: its own tensors, and the words of its checksums."""
         return self._stored[layer]
 
-    def seal(self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]) -> None:
+    def seal(self, layer: int, blocks: NamedBlocks) -> None:
         """Notes the checksums of blocks that were written completely; without checksums nothing."""
         if (words := self._words(layer)) is not None:
-            block_checksums.seal(layer, keys, words, self._own[layer], main_blocks, indexer_blocks)
+            block_checksums.seal(layer, blocks, words, self._own[layer])
 
-    def broken_blocks(
-        self, layer: int, keys: Sequence[str], main_blocks: Sequence[int], indexer_blocks: Sequence[int]
-    ) -> list[int]:
+    def broken_blocks(self, layer: int, blocks: NamedBlocks) -> list[int]:
         """Indices of the blocks that are not as they were sealed; without checksums none."""
         words = self._words(layer)
-        if words is None:
-            return []
-        return block_checksums.broken(layer, keys, words, self._own[layer], main_blocks, indexer_blocks)
+        return [] if words is None else block_checksums.broken(layer, blocks, words, self._own[layer])
 
     def layouts(self) -> list[wire_pb2.LayerLayout]:
         """What the hand-shake tells a reader: slot and tensors of every layer."""

@@ -7,24 +7,39 @@ alone, in either direction.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from prefill_node.geometry import KvGeometry
 
+CALL_BYTES = 8 << 20  # copies of several layers make up a call: one costs as much as copying a megabyte
 CHECKSUM_BYTES = 4  # of one block of one layer
+Numbers: TypeAlias = Sequence[int] | NDArray[np.int64]
 
 
 class Copy(NamedTuple):
-    """Parallel lists of one batched copy: bytes at `device[i]` <-> bytes at `pool[i]`, `sizes[i]` of them."""
+    """Parallel numbers of one batched copy: bytes at `device[i]` <-> bytes at `pool[i]`, `sizes[i]` of them."""
 
-    device: list[int]
-    pool: list[int]
-    sizes: list[int]
+    device: array[int]
+    pool: array[int]
+    sizes: array[int]
+
+    @staticmethod
+    def nothing() -> Copy:
+        return Copy(array("q"), array("q"), array("q"))
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
+
+    def extend(self, other: Copy) -> None:
+        """Also copies what `other` does."""
+        for mine, more in zip(self, other, strict=True):
+            mine.extend(more)
 
 
 class TensorAddress(NamedTuple):
@@ -58,9 +73,9 @@ class PoolObjectLayout:
         self,
         layer: int,
         tensors: Sequence[TensorAddress],
-        main_blocks: Sequence[int],
-        indexer_blocks: Sequence[int],
-        objects: Sequence[int],
+        main_blocks: Numbers,
+        indexer_blocks: Numbers,
+        objects: Numbers,
     ) -> Copy:
         """The copy between device blocks and the pool objects at addresses `objects`, for one layer.
 
@@ -72,11 +87,12 @@ class PoolObjectLayout:
                 f"layer {layer}: {len(main_blocks)} main blocks, {len(indexer_blocks)} indexer blocks and "
                 f"{len(objects)} pool objects do not belong together"
             )
-        copy = Copy([], [], [])
-        for position, (offset, size) in enumerate(self._parts[layer]):
-            tensor, blocks = tensors[position], indexer_blocks if position >= 2 else main_blocks
-            base, stride = tensor
-            copy.device.extend([base + block * stride for block in blocks])
-            copy.pool.extend([address + offset for address in objects])
-            copy.sizes.extend([size] * len(objects))
-        return copy
+        offsets, sizes = np.array(self._parts[layer], dtype=np.int64).T
+        blocks = [np.asarray(indexer_blocks if position >= 2 else main_blocks) for position in range(len(sizes))]
+        device = [base + stride * places for (base, stride), places in zip(tensors, blocks, strict=False)]
+        pool = np.add.outer(offsets, np.asarray(objects, dtype=np.int64))
+        return Copy(_packed(np.concatenate(device)), _packed(pool), _packed(np.repeat(sizes, len(objects))))
+
+
+def _packed(numbers: NDArray[np.int64]) -> array[int]:
+    return array("q", numbers.astype(np.int64, copy=False).tobytes())

@@ -6,13 +6,18 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from prefill_node.block_checksums import NamedBlocks
 from prefill_node.layer_buffers import LayerBuffers
 from prefill_node.pool_client import PoolClient, PoolThread
-from prefill_node.pool_layout import Copy, PoolObjectLayout
+from prefill_node.pool_layout import CALL_BYTES, Copy, PoolObjectLayout
 from prefill_node.pool_objects import Held, PoolObjects
 from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.saved_steps import SavedSteps, no_other_ranks
@@ -29,6 +34,24 @@ class SaveCounters(NamedTuple):
     bytes_saved: int
     save_seconds: float
     failed_requests: int  # requests that are not (completely) in the pool
+
+
+class _Due(NamedTuple):
+    """A layer to be saved."""
+
+    layer: int
+    slot: int
+    consumer: Consumer
+    chunks: Sequence[Chunk]
+
+
+class _Writing(NamedTuple):
+    """The blocks of a request that are being written in this step, and their objects."""
+
+    keys: list[str]
+    main_blocks: NDArray[np.int64]
+    indexer_blocks: NDArray[np.int64]
+    objects: NDArray[np.int64]
 
 
 class PoolSaver:
@@ -60,7 +83,9 @@ class PoolSaver:
         self._pool, self._objects, self._layout, self._buffers, self._gate = pool, objects, layout, buffers, gate
         self._writes, self._timeout_s, self._meet = writes, timeout_s, saved_steps
         self._thread = PoolThread("pool-saver", timeout_s)
-        self._writing: dict[str, dict[int, tuple[str, int]]] = {}  # request id -> block -> key, address; of this step
+        self._due: deque[_Due] = deque()  # saves that have not begun
+        self._sealed: list[NamedBlocks] = []  # of the step which the engine thread is at
+        self._writing: dict[str, _Writing] = {}  # request id -> its blocks of the step that is being saved
         self._errors: dict[str, str] = {}  # request id -> why it is not in the pool
         self._idents = itertools.count(1)
         self._lock = threading.Lock()  # of the counters
@@ -91,22 +116,24 @@ class PoolSaver:
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
         """Allocates the objects of the full blocks that `chunks` write."""
         if self._writes and any(chunk.keys for chunk in chunks):
+            self._sealed = [self._named(chunk) for chunk in chunks if chunk.keys]
             self._thread.submit(lambda: self._begin(chunks))
 
     def save(self, layer: int, chunks: Sequence[Chunk]) -> None:
         """Saves the blocks which `chunks` have written of `layer`; its slot's gate is closed until that is done.
 
-        Their checksums are taken here and now.
+        Their checksums are taken here and now. `chunks` are those of `begin_step`.
         """
         if not self._writes or not any(chunk.keys for chunk in chunks):
             return
-        for chunk in chunks:
-            blocks = slice(chunk.start // self._buffers.geometry.block_size, len(chunk.keys))
-            self._buffers.seal(layer, chunk.keys[blocks], chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
+        for blocks in self._sealed:
+            self._buffers.seal(layer, blocks)
         slot = self._buffers.plan.slot_of_layer[layer]
         consumer = Consumer("save", next(self._idents))
         self._gate.add(slot, consumer, time.monotonic() + self._timeout_s)
-        self._thread.submit(lambda: self._save(layer, slot, consumer, chunks))
+        due = _Due(layer, slot, consumer, chunks)
+        self._due.append(due)
+        self._thread.submit(lambda: self._save_from(due))
 
     def end_step(self, chunks: Sequence[Chunk], failed: Collection[str]) -> None:
         """The blocks' last layer was saved: finishes their objects, or gives back those of `failed` requests."""
@@ -154,6 +181,11 @@ class PoolSaver:
     def close(self) -> None:
         self._thread.close()
 
+    def _named(self, chunk: Chunk) -> NamedBlocks:
+        """The full blocks that the chunk writes."""
+        blocks = slice(chunk.start // self._buffers.geometry.block_size, len(chunk.keys))
+        return NamedBlocks.of(chunk.keys[blocks], chunk.main_blocks[blocks], chunk.indexer_blocks[blocks])
+
     def _begin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             blocks = [
@@ -167,54 +199,65 @@ class PoolSaver:
             except PoolError as error:
                 self._fail(chunk.request_id, str(error))
                 continue
-            self._writing[chunk.request_id] = {
-                block: (chunk.keys[block], new[chunk.keys[block]]) for block in blocks if chunk.keys[block] in new
-            }
+            written = [block for block in blocks if chunk.keys[block] in new]
+            self._writing[chunk.request_id] = _Writing(
+                [chunk.keys[block] for block in written],
+                np.array([chunk.main_blocks[block] for block in written], dtype=np.int64),
+                np.array([chunk.indexer_blocks[block] for block in written], dtype=np.int64),
+                np.array([new[chunk.keys[block]] for block in written], dtype=np.int64),
+            )
         self._count_held()
 
-    def _save(self, layer: int, slot: int, consumer: Consumer, chunks: Sequence[Chunk]) -> None:
+    def _save_from(self, first: _Due) -> None:
+        """Saves a layer, with those behind it in its step as far as they fit into a call."""
+        if not self._due or self._due[0] is not first:  # it was saved with one before
+            return
         started = time.monotonic()
+        layers = [self._due.popleft()]
         error: str | None = None
         try:
-            copy, members = Copy([], [], []), []
-            for chunk in chunks:
-                writing = self._writing.get(chunk.request_id)
-                if not writing or chunk.request_id in self._errors:
-                    continue
-                part = self._layout.copy(
-                    layer,
-                    self._buffers.pool_addresses(layer),
-                    [chunk.main_blocks[block] for block in writing],
-                    [chunk.indexer_blocks[block] for block in writing],
-                    [address for _, address in writing.values()],
-                )
-                members.append(chunk.request_id)
-                for whole, piece in zip(copy, part, strict=True):
-                    whole.extend(piece)
-            if members:
-                error = self._copy(layer, copy, members)
+            copy = self._copy_of(layers[0])
+            while self._due and self._due[0].chunks is layers[0].chunks and copy.nbytes < CALL_BYTES:
+                layers.append(self._due.popleft())
+                copy.extend(self._copy_of(layers[-1]))
+            if copy.sizes:
+                error = self._save(layers, copy)
         finally:
             with self._lock:
                 self._save_seconds += time.monotonic() - started
-            self._gate.done(slot, consumer, error)
+            for due in layers:
+                self._gate.done(due.slot, due.consumer, error)
 
-    def _copy(self, layer: int, copy: Copy, members: Sequence[str]) -> str | None:
+    def _copy_of(self, due: _Due) -> Copy:
+        copy = Copy.nothing()
+        for writing in self._healthy(due.chunks).values():
+            copy.extend(self._layout.copy(due.layer, self._buffers.pool_addresses(due.layer), *writing[1:]))
+        return copy
+
+    def _save(self, layers: Sequence[_Due], copy: Copy) -> str | None:
         try:
             self._pool.save(copy.pool, copy.device, copy.sizes)
         except PoolError as failure:
-            error = f"layer {layer} was not saved: {failure}"
-            for request_id in members:
+            which = " and ".join(str(due.layer) for due in layers)
+            error = f"layer {which} was not saved: {failure}"
+            for request_id in self._healthy(layers[0].chunks):
                 self._fail(request_id, error)
             return error
         with self._lock:
             self._bytes_saved += copy.nbytes
         return None
 
+    def _healthy(self, chunks: Sequence[Chunk]) -> dict[str, _Writing]:
+        """What is being written of these chunks, by request id, without requests that have failed."""
+        writing = {chunk.request_id: self._writing.get(chunk.request_id) for chunk in chunks}
+        return {name: it for name, it in writing.items() if it and it.keys and name not in self._errors}
+
     def _end(self, chunks: Sequence[Chunk], failed: Collection[str]) -> None:
         for chunk in chunks:
-            keys = [key for key, _ in self._writing.pop(chunk.request_id, {}).values()]
-            if not keys:
+            writing = self._writing.pop(chunk.request_id, None)
+            if writing is None or not writing.keys:
                 continue
+            keys = writing.keys
             if chunk.request_id not in failed and chunk.request_id not in self._errors:
                 try:
                     self._objects.finish(keys)

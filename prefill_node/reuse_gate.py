@@ -141,6 +141,11 @@ class ReuseGate:
             self._wait_seconds += time.monotonic() - started
             return failures
 
+    def is_open(self, slot: int) -> bool:
+        """Whether `wait` would return at once; false also for a read that is about to be fenced."""
+        with self._changed:
+            return not self._closes or all(use.fenced for use in self._uses[slot].values())
+
     def idle(self) -> bool:
         """True when no slot has a consumer that is still waited for."""
         with self._changed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transfer.build_folder import build_folder
 
@@ -16,7 +18,7 @@ class BlocksOf(NamedTuple):
 
     address: int
     block_bytes: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | NDArray[np.int64]
 
 
 @cache
@@ -41,27 +43,26 @@ def checksums(addresses: Sequence[int], sizes: Sequence[int], *, portable: bool 
     return list(sums)
 
 
-def block_checksums(seed: int, count: int, parts: Sequence[BlocksOf], *, portable: bool = False) -> array[int]:
-    """32-bit checksums, as ``array("I")``, of `count` things: number i is over ``seed`` (64 bits) and block
+def block_checksums(seed: int, count: int, parts: Sequence[BlocksOf], *, portable: bool = False) -> NDArray[np.uint32]:
+    """32-bit checksums of `count` things: number i is over ``seed`` (64 bits) and block
     ``part.blocks[i]`` of every part, in order.
 
     As `checksums` otherwise.
     """
-    blocks = array("Q")
     for part in parts:
         if len(part.blocks) != count:
             raise ValueError(f"{len(part.blocks)} blocks where {count} are to be summed")
-        blocks.extend(part.blocks)
+    blocks = np.concatenate([np.asarray(part.blocks, dtype=np.int64) for part in parts])
     each = ctypes.c_uint64 * len(parts)
-    sums = array("I", bytes(4 * count))
+    sums = np.empty(count, dtype=np.uint32)
     _library().sluice_block_checksums(
         ctypes.c_uint64(seed),
         ctypes.c_uint64(count),
         ctypes.c_uint64(len(parts)),
         each(*(part.address for part in parts)),
         each(*(part.block_bytes for part in parts)),
-        ctypes.c_void_p(blocks.buffer_info()[0]),
-        ctypes.c_void_p(sums.buffer_info()[0]),
+        ctypes.c_void_p(blocks.ctypes.data),
+        ctypes.c_void_p(sums.ctypes.data),
         int(portable),
     )
     return sums

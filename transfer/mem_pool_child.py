@@ -1,6 +1,6 @@
 """The process that has a worker's pool client: `python -m transfer.mem_pool_child CONTROL LIFE LINE...`.
 
-The arguments are file descriptors of pipes to the worker, see `transfer.mem_pool_messages`. It lives no longer than the
+The arguments are file descriptors to the worker, see `transfer.mem_pool_messages`. It lives no longer than the
 worker: the kernel kills it when the other end of LIFE is closed, whatever the wheel is doing then.
 """
 
@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
 from transfer.hostcann import runtime, shared
 from transfer.hostcann.runtime import DeviceError
+from transfer.line import Line
 from transfer.mem_pool import MemPool, PoolError
 from transfer.mem_pool_messages import CONTROL, FIRST_LINE, LIFE, Answer, Call, Join
 
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descriptors = [int(argument) for argument in arguments]
     _die_with(descriptors[LIFE])
-    control = Connection(descriptors[CONTROL])
-    join: Join = control.recv()
+    control = Line.inherited(descriptors[CONTROL])
+    join: Join = control.receive()
     try:
         pool = _joined(join)
     except (PoolError, DeviceError) as error:
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str]) -> None:
         runtime.end_process(1)
     control.send(Answer())
     for descriptor in descriptors[FIRST_LINE:]:
-        threading.Thread(target=_serve, args=(pool, Connection(descriptor)), daemon=True).start()
-    with contextlib.suppress(EOFError):
-        control.recv()
+        threading.Thread(target=_serve, args=(pool, Line.inherited(descriptor)), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        control.receive()
         pool.close()
     runtime.end_process(0)
 
@@ -57,11 +57,11 @@ def _joined(join: Join) -> MemPool:
     return pool
 
 
-def _serve(pool: MemPool, line: Connection) -> None:
+def _serve(pool: MemPool, line: Line) -> None:
     while True:
         try:
-            call: Call = line.recv()
-        except EOFError:  # the worker is gone, and soon we are
+            call: Call = line.receive()
+        except (EOFError, OSError):  # the worker is gone, and soon we are
             return
         try:
             answer = Answer(getattr(pool, call.method)(*call.positional, **call.named))

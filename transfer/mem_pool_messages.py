@@ -1,9 +1,9 @@
-"""What a worker and the process that has its pool client tell each other, over pipes. Plain data, pickled."""
+"""What a worker and the process that has its pool client tell each other, over `Line`s. Plain data, pickled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 CONTROL, LIFE, FIRST_LINE = 0, 1, 2  # order of the file descriptors on the client process's command line
 
@@ -31,7 +31,7 @@ class SharedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """On the control pipe, once; answered by an Answer."""
+    """On the control line, once; answered by an Answer."""
 
     options: PoolOptions
     regions: tuple[SharedRegion, ...]
@@ -39,11 +39,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """On the control pipe: the process leaves the pool and ends."""
+    """On the control line: the process leaves the pool and ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """On a line: a method of `MemPool`; answered by an Answer on the same line."""
 
     method: str
@@ -51,7 +50,8 @@ class Call:
     named: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
+    """A tuple, as `Call` is: they are pickled for every copy, and classes with slots take long."""
+
     value: Any = None
     error: Exception | None = None  # a PoolError, or ValueError

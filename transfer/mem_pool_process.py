@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import queue
-import socket
-import struct
 import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Sequence
 from math import inf
-from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from transfer import hostcann
 from transfer.hostcann import shared
+from transfer.line import Line
 from transfer.mem_pool import PoolError
 from transfer.mem_pool_messages import Answer, Call, Join, Leave, PoolOptions, SharedRegion
 
@@ -58,9 +55,8 @@ class PoolProcess:
             self._process, self._life, self._control, lines = _start()
         except OSError as error:
             raise PoolError(f"the pool's client cannot be started: {error}") from error
-        self._lines: queue.SimpleQueue[Connection] = queue.SimpleQueue()  # those not in use
+        self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()  # those not in use
         for line in lines:
-            _bound(line, call_s)
             self._lines.put(line)
         try:
             self._ask(self._control, Join(options, described), "join the pool", time.monotonic() + _JOIN_S)
@@ -149,13 +145,11 @@ class PoolProcess:
         finally:
             self._lines.put(line)
 
-    def _ask(self, line: Connection, message: Join | Call, what: str, deadline: float) -> Any:
+    def _ask(self, line: Line, message: Join | Call, what: str, deadline: float) -> Any:
         try:
-            line.send(message)
-            if not line.poll(deadline - time.monotonic()):
-                raise BlockingIOError
-            answer: Answer = line.recv()
-        except BlockingIOError:
+            line.send(message, until=deadline)
+            answer: Answer = line.receive(until=deadline)
+        except TimeoutError:
             self._end()
             raise PoolLost(f"{what}: the pool did not answer in time; its client was ended") from None
         except (OSError, EOFError) as error:
@@ -174,17 +168,19 @@ class PoolProcess:
             raise RuntimeError(f"process {self._process.pid} with the pool's client does not die") from None
 
 
-def _start() -> tuple[subprocess.Popen[bytes], int, Connection, list[Connection]]:
-    """The client's process, our end of LIFE, the control pipe and the lines. Raises OSError, with nothing left open."""
+def _start() -> tuple[subprocess.Popen[bytes], int, Line, list[Line]]:
+    """The client's process, our end of LIFE, control line and other lines. Raises OSError, with nothing left open."""
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-        pipes = []
+        pairs = []
         for _ in range(1 + _LINES):
-            mine, other = multiprocessing.Pipe()
-            pipes.append((ours.enter_context(mine), theirs.enter_context(other)))
+            mine, other = Line.pair()
+            ours.callback(mine.close)
+            theirs.callback(other.close)
+            pairs.append((mine, other))
         life, held = os.pipe()
         theirs.callback(os.close, life)
         ours.callback(os.close, held)
-        (control, other_control), *lines = pipes
+        (control, other_control), *lines = pairs
         descriptors = [other_control.fileno(), life, *(other.fileno() for _, other in lines)]
         process = subprocess.Popen(
             [sys.executable, "-m", "transfer.mem_pool_child", *map(str, descriptors)],
@@ -195,14 +191,6 @@ def _start() -> tuple[subprocess.Popen[bytes], int, Connection, list[Connection]
     return process, held, control, [mine for mine, _ in lines]
 
 
-def _bound(line: Connection, seconds: float) -> None:
-    """A send that does not get on for so long, or half an answer whose rest does not come, raises BlockingIOError."""
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(line.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
 def _packed(*lists: Sequence[int]) -> tuple[array[int], ...]:
-    """Of unsigned 64-bit numbers: much quicker to send than lists."""
-    return tuple(array("Q", numbers) for numbers in lists)
+    """Of 64-bit numbers: much quicker to send than lists."""
+    return tuple(numbers if isinstance(numbers, array) else array("q", numbers) for numbers in lists)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefill_node.block_checksums import broken, seal
+from prefill_node.block_checksums import NamedBlocks, broken, seal
 from prefill_node.pool_layout import TensorAddress
 
 KEYS = ("model@aa", "model@bb", "model@cc")
@@ -21,10 +21,10 @@ class Layer:
         self.rows = [torch.randn(6, width, generator=generator) for width in (64, 8, 16)]
         self.tensors = [TensorAddress(rows.data_ptr(), rows[0].nbytes) for rows in self.rows]
         self.words = torch.zeros(6, dtype=torch.int32)
-        seal(LAYER, KEYS, self.words, self.tensors, MAIN, INDEXER)
+        seal(LAYER, NamedBlocks.of(KEYS, MAIN, INDEXER), self.words, self.tensors)
 
     def broken(self, layer: int = LAYER, keys: tuple[str, ...] = KEYS) -> list[int]:
-        return broken(layer, keys, self.words, self.tensors, MAIN, INDEXER)
+        return broken(layer, NamedBlocks.of(keys, MAIN, INDEXER), self.words, self.tensors)
 
 
 def test_rows_as_they_were_sealed_are_right():
@@ -50,11 +50,12 @@ def test_rows_of_another_layer_or_key_are_wrong_whatever_they_are():
 
 def test_no_blocks_are_no_work():
     layer = Layer()
-    seal(LAYER, (), layer.words, layer.tensors, (), ())
-    assert broken(LAYER, (), layer.words, layer.tensors, (), ()) == []
+    nothing = NamedBlocks.of((), (), ())
+    seal(LAYER, nothing, layer.words, layer.tensors)
+    assert broken(LAYER, nothing, layer.words, layer.tensors) == []
 
 
 def test_keys_of_different_lengths_are_not_one_prompts():
     layer = Layer()
-    with pytest.raises(ValueError, match=r"layer 7: keys of different lengths: \[7, 8\]"):
+    with pytest.raises(ValueError, match=r"keys of different lengths: \[7, 8\]"):
         layer.broken(keys=("model@a", *KEYS[1:]))

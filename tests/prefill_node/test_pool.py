@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import threading
 import time
 
 import pytest
 import torch
 
+from prefill_node import pool_saver, prefetch
 from prefill_node.block_keys import block_keys
 from prefill_node.outcome import PrefillResult
-from prefill_node.pool_client import PoolStuck, PoolThread
-from prefill_node.reuse_gate import Consumer
+from prefill_node.plan import plan_layer_buffers
+from prefill_node.prefetch import Prefetcher
+from prefill_node.reuse_gate import Consumer, ReuseGate
 from prefill_node.steps import Chunk
 from tests.prefill_node.harness import settle
 from transfer.mem_pool import PoolError, PoolFull
@@ -133,33 +137,110 @@ def test_who_does_not_fit_into_a_full_pool_is_computed_at_once(make_rig):
     assert rig.pool.leased == set()
 
 
-def test_every_wait_has_a_deadline():
-    thread = PoolThread("test", timeout_s=0.1)
-    release = threading.Event()
-    thread.submit(lambda: release.wait(5) and None)
-    started = time.monotonic()
-    with pytest.raises(PoolStuck, match=r"did not load layer 3 within 0\.2 s"):
-        thread.run("load layer 3", lambda: None)
-    assert time.monotonic() - started < 2
+@pytest.mark.parametrize(("room", "calls"), [(8 << 20, [1, 3]), (30_000, [1, 2, 1])])
+def test_layers_that_wait_are_saved_together_as_far_as_they_fit(make_rig, monkeypatch, room, calls):
+    monkeypatch.setattr(pool_saver, "CALL_BYTES", room)
+    rig = make_rig()
+    release, saved = threading.Event(), []
+    save = rig.pool.save
+
+    def slow_save(pool, device, sizes):
+        release.wait(5)
+        saved.append(len(sizes) / 3)
+        save(pool, device, sizes)
+
+    rig.pool.save = slow_save
+    step = [chunk("a", 0, 64, 80)]
+    rig.saver.begin_step(step)
+    rig.saver.save(0, step)
+    time.sleep(0.1)
+    for layer in (1, 2, 3):
+        rig.saver.save(layer, step)
+    rig.saver.end_step(step, ())
+    other = [chunk("b", 0, 16, 20, first_block=4)]
+    rig.saver.begin_step(other)
+    rig.saver.save(0, other)
+    rig.saver.end_step(other, ())
     release.set()
-    thread.close()
+    settle(rig.saver)
+    assert saved == [4 * each for each in calls] + [1], "never the layers of two steps in one call"
+    assert rig.pool.finished == {"a-0@0", "a-1@0", "a-2@0", "a-3@0", "b-0@0"}
+    for slot in range(rig.buffers.plan.num_slots):
+        assert rig.gate.wait(slot) == []
 
 
-def test_a_pool_thread_that_dies_says_why():
-    thread = PoolThread("test", timeout_s=0.1)
-    thread.submit(lambda: {}["a defect"])
-    with pytest.raises(PoolStuck, match="test ended: KeyError"):
-        thread.run("answer", lambda: None)
-    assert thread.failure.startswith("test ended: ")
+def test_layers_that_are_saved_together_fail_together(make_rig):
+    rig = make_rig()
+    release = threading.Event()
 
-
-def test_errors_of_a_call_reach_its_caller():
-    thread = PoolThread("test", timeout_s=1.0)
-
-    def fail():
+    def failing_save(*copy):
+        release.wait(5)
         raise PoolError("no")
 
-    with pytest.raises(PoolError, match="no"):
-        thread.run("answer", fail)
-    assert thread.run("answer", lambda: 7) == 7
-    thread.close()
+    rig.pool.save = failing_save
+    step = [chunk("a", 0, 16, 40)]
+    rig.saver.begin_step(step)
+    for layer in (0, 1):
+        rig.saver.save(layer, step)
+    rig.saver.end_step(step, ())
+    release.set()
+    settle(rig.saver)
+    assert (rig.saver.counters().failed_requests, rig.pool.finished) == (1, set())
+
+
+def test_rows_are_confirmed_after_every_load(make_rig, monkeypatch):
+    """The load of a layer may outlast the one of the last layer."""
+    monkeypatch.setattr(prefetch, "CALL_BYTES", 1)
+    rig = make_rig()
+    events, turn = [], itertools.count()
+    load, locate = rig.pool.load, rig.pool.locate
+
+    def slow_first_load(*copy):
+        time.sleep(0 if next(turn) else 0.3)
+        load(*copy)
+        events.append("loaded")
+
+    def note_locate(names):
+        events.append("confirmed")
+        return locate(names)
+
+    step = [chunk("a", 0, 16, 40)]
+    rig.saver.begin_step(step)
+    rig.saver.end_step(step, ())
+    held = rig.saver.hold("a", ["a-0"])
+    rig.pool.load, rig.pool.locate = slow_first_load, note_locate
+    plan = plan_layer_buffers(4, "all", 1)  # all layers are loaded ahead
+    prefetcher = Prefetcher(plan, ReuseGate(4, rig.words, save_grace_s=1.0), rig.loader)
+    prefetcher.begin([dataclasses.replace(chunk("a", 16, 16, 40), takes_prefix=True)], {"a": held})
+    assert [prefetcher.ready(layer) for layer in range(4)] == [{}] * 4
+    prefetcher.close()
+    assert events == ["loaded"] * 4 + ["confirmed"]
+
+
+def test_layers_that_wait_are_loaded_together_but_none_before_its_gate_opens(make_rig, monkeypatch):
+    monkeypatch.setattr(prefetch, "_AT_ONCE", 1)
+    rig = make_rig()
+    step = [chunk("a", 0, 16, 40)]
+    rig.saver.begin_step(step)
+    rig.saver.end_step(step, ())
+    held = rig.saver.hold("a", ["a-0"])
+    release, calls = threading.Event(), []
+    load = rig.pool.load
+
+    def slow_load(*copy):
+        release.wait(5)
+        calls.append(len(copy[2]) // 3)
+        load(*copy)
+
+    rig.pool.load = slow_load
+    gate = ReuseGate(4, rig.words, save_grace_s=1.0)
+    gate.add(3, Consumer("save", 1), time.monotonic() + 5)
+    prefetcher = Prefetcher(plan_layer_buffers(4, "all", 1), gate, rig.loader)
+    prefetcher.begin([dataclasses.replace(chunk("a", 16, 16, 40), takes_prefix=True)], {"a": held})
+    release.set()
+    assert [prefetcher.ready(layer) for layer in range(3)] == [{}] * 3
+    assert sum(calls) == 3 and len(calls) <= 2, "while the first is loaded, others wait"
+    gate.done(3, Consumer("save", 1))
+    assert prefetcher.ready(3) == {}
+    assert calls[-1] == 1
+    prefetcher.close()

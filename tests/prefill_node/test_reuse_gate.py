@@ -50,6 +50,17 @@ def test_reuse_waits_for_every_consumer(gate: ReuseGate, words: GenerationWords)
     assert gate.idle()
 
 
+def test_a_slot_is_open_when_nobody_is_waited_for(gate: ReuseGate) -> None:
+    assert gate.is_open(SLOT)
+    gate.add(SLOT, read(1), soon(10))
+    gate.add(SLOT, save(1), soon(10))
+    assert not gate.is_open(SLOT) and gate.is_open(0)
+    gate.done(SLOT, save(1))
+    assert not gate.is_open(SLOT)
+    gate.fence(lambda consumer: True, "cancelled")
+    assert gate.is_open(SLOT)
+
+
 def test_slots_are_independent_and_empty_ones_open(gate: ReuseGate) -> None:
     gate.add(0, read(1), soon(10))
     started = time.monotonic()

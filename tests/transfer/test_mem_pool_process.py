@@ -82,7 +82,7 @@ def test_an_idle_client_that_hangs_is_ended(service: Service) -> None:
         assert worker.value("time.monotonic() - began") < 2
         worker.run("os.kill(client, signal.SIGCONT); slow.join()")
         assert worker.value("pool.ended()") == ""
-        worker.run("os.kill(client, signal.SIGSTOP); began = time.monotonic(); pool.probe()")
+        worker.run("os.kill(client, signal.SIGSTOP); time.sleep(0.2); began = time.monotonic(); pool.probe()")
         assert 4 < worker.value("time.monotonic() - began") < 8
         assert "ended with status -9" in worker.value("pool.ended()")
         worker.run("pool.close()")
