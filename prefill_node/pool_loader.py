@@ -39,12 +39,14 @@ class PoolLoader:
     """Loads on a thread of its own, one request at a time, so that one lost object fails one request. Thread safe.
 
     With checksums a row that is not what was saved is an error like one that could not be read
-    (test_a_corrupted_object_is_never_used).
+    (test_a_corrupted_object_is_never_used). Loads that are slow, but within a pool call's deadline, only take their
+    time, however many wait for each other (test_loads_that_take_almost_their_deadline_end_no_process).
     """
 
     def __init__(self, pool: PoolClient, layout: PoolObjectLayout, buffers: LayerBuffers, timeout_s: float) -> None:
         self._pool, self._layout, self._buffers = pool, layout, buffers
         self._thread = PoolThread("pool-loader", timeout_s)
+        self._turn = threading.Lock()  # of the calls: what waits for another one is not late
         self._lock = threading.Lock()  # of the counters
         self._bytes = self._failed = self._wrong = 0
         self._loading = BusyTime()
@@ -93,7 +95,8 @@ class PoolLoader:
         cause = "its lease of them ended"
         if time.monotonic() < held.until:
             try:
-                where = self._thread.run(f"locate objects of {request_id!r}", lambda: self._pool.locate(held.names))
+                with self._turn:
+                    where = self._thread.run(f"locate objects of {request_id!r}", lambda: self._pool.locate(held.names))
             except PoolError as error:
                 cause = str(error)
             else:
@@ -121,7 +124,8 @@ class PoolLoader:
             return ""
         what = f"load layer {' and '.join(map(str, layers))} of request {chunk.request_id!r}"
         try:
-            self._thread.run(what, partial(self._pool.load, copy.pool, copy.device, copy.sizes))
+            with self._turn:
+                self._thread.run(what, partial(self._pool.load, copy.pool, copy.device, copy.sizes))
         except PoolError as error:
             self._count(failed=1)
             return f"request {chunk.request_id!r}: cannot {what} from the pool: {error}"

@@ -46,15 +46,18 @@ class Line:
 
     def receive(self, *, until: float | None = None) -> Any:
         """The next message. Raises TimeoutError at `until` (monotonic seconds), EOFError and OSError when the other end
-        is closed.
+        is closed, and OSError when it sent something else.
         """
-        data = self._some(until)
+        data = bytearray(self._some(until))
         while len(data) < _LENGTH.size:
             data += self._some(until)
         (length,) = _LENGTH.unpack_from(data)
         while len(data) < _LENGTH.size + length:
             data += self._some(until)
-        return pickle.loads(memoryview(data)[_LENGTH.size :])
+        try:
+            return pickle.loads(memoryview(data)[_LENGTH.size :])
+        except Exception as error:
+            raise OSError(f"what the other end sent is no message: {error}") from error
 
     def close(self) -> None:
         """Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,21 @@ def test_eviction_between_look_up_and_load_is_computed_again(make_rig, dense, mo
     assert ask(rig, "second", prompt(150)) == 0
     assert fired
     dense.check(rig, "second", prompt(150))
+
+
+def test_loads_that_take_almost_their_deadline_end_no_process(make_rig, dense):
+    """Several layers wait for each other; a call is given up after one and a half of a pool operation's deadlines."""
+    rig = make_rig(shared=3, budget=32, pool_timeout_s=0.3)
+    load = rig.pool.load
+
+    def slow(*copy: list[int]) -> None:
+        time.sleep(0.4)
+        load(*copy)
+
+    rig.pool.load = slow
+    ask(rig, "first", prompt(100))
+    assert ask(rig, "second", prompt(100)) == 96
+    dense.check(rig, "second", prompt(100))
 
 
 def test_rows_are_not_used_after_their_lease(make_rig, dense):

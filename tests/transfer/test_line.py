@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from array import array
@@ -64,3 +65,10 @@ def test_the_end_of_the_other_process_is_noticed(ends):
         ours.receive(until=time.monotonic() + 10)
     with pytest.raises(OSError):
         ours.send("more")
+
+
+def test_what_is_no_message_is_an_error_of_the_line(ends):
+    ours, theirs = ends
+    theirs._socket.sendall(struct.pack("=Q", 5) + b"\xff" * 5)
+    with pytest.raises(OSError, match="no message"):
+        ours.receive(until=time.monotonic() + 10)
