@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from prefill_node.pool_layout import Copy, PoolObjectLayout
 from prefill_node.pool_objects import Held
 from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
+
+LOADS_AT_ONCE = 2  # while one call comes back and the next is prepared, another one copies
+T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -36,17 +40,19 @@ class LoadCounters(NamedTuple):
 
 
 class PoolLoader:
-    """Loads on a thread of its own, one request at a time, so that one lost object fails one request. Thread safe.
+    """Loads one request at a time, so that one lost object fails one request, and two side by side. Thread safe.
 
     With checksums a row that is not what was saved is an error like one that could not be read
     (test_a_corrupted_object_is_never_used). Loads that are slow, but within a pool call's deadline, only take their
-    time, however many wait for each other (test_loads_that_take_almost_their_deadline_end_no_process).
+    time, however many there are (test_loads_that_take_almost_their_deadline_end_no_process).
     """
 
     def __init__(self, pool: PoolClient, layout: PoolObjectLayout, buffers: LayerBuffers, timeout_s: float) -> None:
         self._pool, self._layout, self._buffers = pool, layout, buffers
-        self._thread = PoolThread("pool-loader", timeout_s)
-        self._turn = threading.Lock()  # of the calls: what waits for another one is not late
+        self._threads = [PoolThread(f"pool-loader-{number}", timeout_s) for number in range(LOADS_AT_ONCE)]
+        self._idle: queue.SimpleQueue[PoolThread] = queue.SimpleQueue()  # so no call waits for another one
+        for thread in self._threads:
+            self._idle.put(thread)
         self._lock = threading.Lock()  # of the counters
         self._bytes = self._failed = self._wrong = 0
         self._loading = BusyTime()
@@ -95,8 +101,7 @@ class PoolLoader:
         cause = "its lease of them ended"
         if time.monotonic() < held.until:
             try:
-                with self._turn:
-                    where = self._thread.run(f"locate objects of {request_id!r}", lambda: self._pool.locate(held.names))
+                where = self._run(f"locate objects of {request_id!r}", lambda: self._pool.locate(held.names))
             except PoolError as error:
                 cause = str(error)
             else:
@@ -111,7 +116,15 @@ class PoolLoader:
             return LoadCounters(self._bytes, self._loading.seconds, self._failed, self._wrong)
 
     def close(self) -> None:
-        self._thread.close()
+        for thread in self._threads:
+            thread.close()
+
+    def _run(self, what: str, call: Callable[[], T]) -> T:
+        thread = self._idle.get()
+        try:
+            return thread.run(what, call)
+        finally:
+            self._idle.put(thread)
 
     def _copy(self, layers: Sequence[int], chunk: Chunk, held: Held) -> str:
         """Why the rows could not be had; empty if they could."""
@@ -124,8 +137,7 @@ class PoolLoader:
             return ""
         what = f"load layer {' and '.join(map(str, layers))} of request {chunk.request_id!r}"
         try:
-            with self._turn:
-                self._thread.run(what, partial(self._pool.load, copy.pool, copy.device, copy.sizes))
+            self._run(what, partial(self._pool.load, copy.pool, copy.device, copy.sizes))
         except PoolError as error:
             self._count(failed=1)
             return f"request {chunk.request_id!r}: cannot {what} from the pool: {error}"

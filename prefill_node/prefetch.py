@@ -11,12 +11,10 @@ from typing import NamedTuple, Protocol
 
 from prefill_node.plan import LayerBufferPlan
 from prefill_node.pool_layout import CALL_BYTES
-from prefill_node.pool_loader import PoolLoader, Wanted
+from prefill_node.pool_loader import LOADS_AT_ONCE, PoolLoader, Wanted
 from prefill_node.pool_objects import Held
 from prefill_node.steps import Chunk
 from transfer.mem_pool import PoolError
-
-_AT_ONCE = 2  # while the rows of some layers are checked, those of the next are copied
 
 
 class Gate(Protocol):
@@ -52,7 +50,7 @@ class Prefetcher:
     def __init__(self, plan: LayerBufferPlan, gate: Gate, loader: PoolLoader) -> None:
         self._plan, self._gate, self._loader = plan, gate, loader
         self._next = {earlier: layer for layer, earlier in plan.prefetch_of.items()}
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="prefetch")
+        self._threads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="prefetch")
         self._lock = threading.Lock()
         self._due: deque[_Load] = deque()  # loads that have not begun
         self._ahead: dict[int, Future[Mapping[str, str]]] = {}

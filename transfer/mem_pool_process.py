@@ -21,7 +21,7 @@ from transfer.mem_pool import PoolError
 from transfer.mem_pool_messages import Answer, Call, Join, Leave, PoolOptions, SharedRegion
 
 log = logging.getLogger(__name__)
-_LINES = 3  # calls at a time: saves, loads, and who looks whether the pool is back
+_LINES = 4  # calls at a time: saves, two loads, and who looks whether the pool is back
 _JOIN_S = 90.0  # the meta service lets nobody in for up to a minute after a member was killed
 _LEAVE_S = 2.3  # it takes 2.1 s where nothing is wrong
 _PROBE_S = 5.0

@@ -218,7 +218,7 @@ def test_rows_are_confirmed_after_every_load(make_rig, monkeypatch):
 
 
 def test_layers_that_wait_are_loaded_together_but_none_before_its_gate_opens(make_rig, monkeypatch):
-    monkeypatch.setattr(prefetch, "_AT_ONCE", 1)
+    monkeypatch.setattr(prefetch, "LOADS_AT_ONCE", 1)
     rig = make_rig()
     step = [chunk("a", 0, 16, 40)]
     rig.saver.begin_step(step)
