@@ -30,7 +30,7 @@ from tests.prefill_node.pulling import KINDS, PullingReader
 
 LONGEST, LAYERS = 150, range(4)
 SLOW_S = 0.004  # a step of all layers takes about 10 ms
-TOO_SLOW_S = 0.03  # for a reader that is to be overwritten, on slow machines as well
+TOO_SLOW_S = 0.03  # for what a reader, or the pool, reads to be overwritten, on slow machines as well
 PREFIX = 70
 
 
@@ -167,5 +167,7 @@ def test_without_the_gate_a_slow_pool_keeps_wrong_rows_and_checksums_notice(
     """Field failures C6, C7: what is saved late is another layer's. Checksums see it; without them it is served."""
     found: Counter[str] = Counter()
     for seed in seeds:
-        found += run(tiny_model, dense, seed, 1, forget_saves=True, checksums=checksums, reader_s=0.0, pool_s=SLOW_S)
+        found += run(
+            tiny_model, dense, seed, 1, forget_saves=True, checksums=checksums, reader_s=0.0, pool_s=TOO_SLOW_S
+        )
     assert bool(found["wrong"]) != checksums, found
