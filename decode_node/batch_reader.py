@@ -6,7 +6,6 @@ import ctypes
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Protocol, TypeAlias
 from sluice.v1 import wire_pb2
 
 from decode_node.batch_queue import Announced, BatchQueue
+from decode_node.pull_counters import Counts
 from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefused, SourceMap
 from decode_node.pull_requests import PullRequest, PullRequests
 from transfer.memfabric import Copies, Meanwhile
@@ -67,38 +67,6 @@ class ReadEngine(Protocol):
     def forget(self, session_id: str) -> None:
         """The next read of this session opens a new link; one that missed a deadline refuses all reads until then."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PullCounters:
-    bytes_pulled: int = 0
-    descriptors: int = 0  # copies planned
-    reads: int = 0  # copies made, after merging adjacent ones
-    batches: int = 0  # read and acknowledged without any error
-    failures: int = 0  # batches with an error for at least one request
-    read_retries: int = 0  # attempts after the first one
-    wrong_checksums: int = 0  # each is read again
-    stale_generation: int = 0  # batches copied and thrown away
-    duplicate_batches: int = 0  # ignored
-    bad_messages: int = 0
-    lost_sources: int = 0
-
-
-class Counts:
-    """Counters that several threads add to."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: Counter[str] = Counter()
-
-    def add(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self._values[name] += amount
-
-    def snapshot(self) -> PullCounters:
-        with self._lock:
-            return PullCounters(**self._values)
 
 
 @dataclass(eq=False, slots=True)
@@ -293,23 +261,19 @@ class BatchReader:
         meanwhile: Meanwhile,
     ) -> None:
         """Those still to be read alone come last, and with them the batch that ends a request of theirs."""
-        try:
-            alone = self._copy_together(source, [work for work in works if work.nbytes], meanwhile)
-            unread = {entry.request_id for work in alone for entry, _ in work.claims}
-            for work in sorted(works, key=lambda work: work in alone or not unread.isdisjoint(work.batch.finished)):
-                if work in alone:
-                    self._copy(source, work, meanwhile)
-                for entry, request in work.claims:
-                    error = work.problem or self._account(work.batch, entry, request)
-                    if error is not None:
-                        self._requests.fail(request, error)
-                        work.errors[entry.request_id] = error
-                self._release(source, work)
-                reply, work.answered = self._reply(source, work), True
-                answer(reply)
-        finally:
-            for work in works:
-                self._release(source, work)
+        alone = self._copy_together(source, [work for work in works if work.nbytes], meanwhile)
+        unread = {entry.request_id for work in alone for entry, _ in work.claims}
+        for work in sorted(works, key=lambda work: work in alone or not unread.isdisjoint(work.batch.finished)):
+            if work in alone:
+                self._copy(source, work, meanwhile)
+            for entry, request in work.claims:
+                error = work.problem or self._account(work.batch, entry, request)
+                if error is not None:
+                    self._requests.fail(request, error)
+                    work.errors[entry.request_id] = error
+            self._release(source, work)
+            reply, work.answered = self._reply(source, work), True
+            answer(reply)
 
     def _reply(self, source: Source, work: _Work) -> Reply:
         batch = work.batch

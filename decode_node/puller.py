@@ -19,12 +19,11 @@ from decode_node.batch_queue import Announced, BatchQueue
 from decode_node.batch_reader import (
     SOURCE_SCRATCH_BYTES,
     BatchReader,
-    Counts,
-    PullCounters,
     ReadEngine,
     Source,
 )
 from decode_node.liveness import Liveness
+from decode_node.pull_counters import Counts, PullCounters
 from decode_node.pull_plan import LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences

@@ -7,10 +7,10 @@ import dataclasses
 from sluice.v1 import common_pb2
 
 from decode_node.backend import HotCounters
-from decode_node.batch_reader import PullCounters
 from decode_node.geometry import DecodeGeometry
 from decode_node.kv_room import HOT_ROWS, INDEXER, MAIN
 from decode_node.leader import Snapshot
+from decode_node.pull_counters import PullCounters
 from decode_node.rank import StepCounters
 
 _POOLS = {MAIN: ("host_blocks", "blocks"), INDEXER: ("indexer_blocks", "blocks"), HOT_ROWS: ("hot_rows", "rows")}

@@ -20,7 +20,8 @@ from sluice.v1 import wire_pb2
 
 from decode_node import batch_reader, pull_requests
 from decode_node.batch_queue import Announced, BatchQueue
-from decode_node.batch_reader import TOGETHER, BatchReader, Counts, Reply, Source
+from decode_node.batch_reader import TOGETHER, BatchReader, Reply, Source
+from decode_node.pull_counters import Counts
 from decode_node.pull_plan import LayerMemory, PullPlanner, TensorMemory
 from decode_node.pull_requests import PullRequest, PullRequests
 from decode_node.sequences import Sequences

@@ -13,7 +13,8 @@ from sluice.v1 import wire_pb2
 
 from decode_node import batch_reader
 from decode_node.batch_queue import Announced, BatchQueue
-from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Counts, Reply, Source
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Reply, Source
+from decode_node.pull_counters import Counts
 from decode_node.pull_plan import PullPlanner
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.decode_node.pull_rig import GENERATION

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from sluice.v1 import client_pb2, registry_pb2, wire_pb2, worker_pb2
 
 from decode_node.batch_queue import Announced, BatchQueue
-from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Counts, Reply, Source
+from decode_node.batch_reader import SOURCE_SCRATCH_BYTES, BatchReader, Reply, Source
+from decode_node.pull_counters import Counts
 from decode_node.pull_plan import PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
 from tests.kv_peers import LAYOUT, NUM_SLOTS, SLOT_OF_LAYER, LocalEngine, Memory, Stats
