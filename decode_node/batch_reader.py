@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from sluice.v1 import wire_pb2
 
@@ -17,6 +17,7 @@ from decode_node.batch_queue import Announced, BatchQueue
 from decode_node.pull_counters import Counts
 from decode_node.pull_plan import WORD_BYTES, Descriptors, PullPlanner, PullRefused, SourceMap
 from decode_node.pull_requests import PullRequest, PullRequests
+from decode_node.read_engine import ReadEngine, ReadStats
 from transfer.memfabric import Copies, Meanwhile
 
 log = logging.getLogger(__name__)
@@ -28,45 +29,6 @@ _FIRST_PAUSE_S = 0.05  # before a failed read is tried again; each further pause
 
 
 Reply: TypeAlias = wire_pb2.ReadDone | wire_pb2.ReadFailed
-
-
-class ReadStats(Protocol):
-    """What one engine read did."""
-
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def descriptors_before(self) -> int: ...
-    @property
-    def descriptors_after(self) -> int: ...
-
-
-class ReadEngine(Protocol):
-    """What the puller needs of MemFabricEngine."""
-
-    def read(
-        self,
-        session_id: str,
-        copies: Copies,
-        *,
-        deadline_s: float,
-        then: Copies | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> ReadStats:
-        """Raises when not all bytes have arrived within ``deadline_s`` seconds.
-
-        ``then``: what is read when all of the former has arrived; not in the statistics. ``meanwhile``: what this
-        thread does while bytes move.
-        """
-        ...
-
-    def idle(self, session_id: str) -> bool:
-        """False while a read given up at its deadline may still write into local memory."""
-        ...
-
-    def forget(self, session_id: str) -> None:
-        """The next read of this session opens a new link; one that missed a deadline refuses all reads until then."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

@@ -6,8 +6,8 @@ import ctypes
 import random
 import time
 
-from decode_node.batch_reader import ReadEngine, ReadStats
 from decode_node.memory import DecodeMemory, RowTables
+from decode_node.read_engine import ReadEngine, ReadStats
 from decode_node.scheduler import RequestState
 from engine.config import FaultsSection
 from engine.faults import dice, injected

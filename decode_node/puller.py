@@ -19,13 +19,13 @@ from decode_node.batch_queue import Announced, BatchQueue
 from decode_node.batch_reader import (
     SOURCE_SCRATCH_BYTES,
     BatchReader,
-    ReadEngine,
     Source,
 )
 from decode_node.liveness import Liveness
 from decode_node.pull_counters import Counts, PullCounters
 from decode_node.pull_plan import LayerMemory, PullPlanner, PullRefused
 from decode_node.pull_requests import PullRequest, PullRequests
+from decode_node.read_engine import ReadEngine
 from decode_node.sequences import Sequences
 from transfer.outlet import Outlet, OutletFactory
 from transfer.wire import Body, Wakeup, WireError, WireVersionError, decode, has_input, monitor_events, router

@@ -288,7 +288,7 @@ class World:
         if not self._freed and got != bytes([layer + 1]) * (2 * CELL):
             raise Violation(f"a wrong read of layer {layer} was accepted: {got.hex()}")
 
-    # decode_node.batch_reader.ReadEngine
+    # decode_node.read_engine.ReadEngine
 
     def read(
         self,
